@@ -1,0 +1,1 @@
+//! The lock-free list of the requests that are running on a node.
