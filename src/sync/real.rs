@@ -4,6 +4,9 @@ pub use std::sync::atomic;
 pub use std::sync::{Arc, Weak};
 pub use std::thread;
 
+/// Epoch-based reclamation.
+pub use crossbeam::epoch;
+
 /// A mutex that ignores poisoning; see the module for why.
 #[derive(Debug, Default)]
 pub struct Mutex<T: ?Sized>(std::sync::Mutex<T>);
@@ -76,5 +79,26 @@ impl Condvar {
     /// Wakes all waiters.
     pub fn notify_all(&self) {
         self.0.notify_all();
+    }
+}
+
+/// A cell with the interface of loom's, so that code written against it can be model-checked.
+#[derive(Debug, Default)]
+pub struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+impl<T> UnsafeCell<T> {
+    /// A new cell.
+    pub const fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    /// Gives `f` a pointer for reading; dereferencing it is the caller's duty to justify.
+    pub fn with<R>(&self, f: impl FnOnce(*const T) -> R) -> R {
+        f(self.0.get())
+    }
+
+    /// Gives `f` a pointer for writing; dereferencing it is the caller's duty to justify.
+    pub fn with_mut<R>(&self, f: impl FnOnce(*mut T) -> R) -> R {
+        f(self.0.get())
     }
 }
