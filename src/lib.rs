@@ -2,5 +2,6 @@
 
 pub mod error;
 pub mod inflight;
+pub mod options;
 pub mod sync;
 pub mod units;
