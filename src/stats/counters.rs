@@ -68,7 +68,8 @@ stats! {
     cache_stored,
     /// Writes that drained the cache, up to now.
     cache_writes,
-    /// Time until the cache is full at the present rates, in milliseconds; `u64::MAX` if it does not fill.
+    /// Time until the cache is full at the present rates, in milliseconds; `u64::MAX` if it does not fill. See
+    /// [`super::rate`].
     time_to_full_ms,
 }
 
