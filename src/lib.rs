@@ -1,10 +1,31 @@
 //! cobweb: an embeddable block-storage engine for virtual machines.
+//!
+//! Top to bottom: [`graph`] (disks, nodes by name, drained changes) and [`queue`] (submission, executor, completions) stand on the waist,
+//! [`node`] and [`request`]; [`inflight`] orders requests; [`io`] carries operations out. What only `inflight` needs compiles under
+//! `--cfg cobweb_loom`; the rest is left out there.
 
 pub mod error;
 pub mod inflight;
-pub mod options;
-// Not for loom: it shares a static counter, which loom's atomics cannot be, and has no protocol to check.
-#[cfg(not(cobweb_loom))]
-pub mod stats;
 pub mod sync;
 pub mod units;
+
+#[cfg(not(cobweb_loom))]
+pub mod events;
+#[cfg(not(cobweb_loom))]
+pub mod graph;
+#[cfg(not(cobweb_loom))]
+pub mod io;
+#[cfg(not(cobweb_loom))]
+pub mod limits;
+#[cfg(not(cobweb_loom))]
+pub mod node;
+#[cfg(not(cobweb_loom))]
+pub mod options;
+#[cfg(not(cobweb_loom))]
+pub mod queue;
+#[cfg(not(cobweb_loom))]
+pub mod request;
+#[cfg(not(cobweb_loom))]
+pub mod rt;
+#[cfg(not(cobweb_loom))]
+pub mod stats;

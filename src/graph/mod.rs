@@ -1,0 +1,21 @@
+//! Composition: disks over nodes, options to nodes, drained changes of the graph.
+//!
+//! A [`Disk`] is what a guest device is attached to: a stable root over a graph that changes. All requests of users enter through disks, so a
+//! *drained section* ([`Graph::drained`]) over the disks that can reach a place means that no guest request is in flight there (S1). Filters go in
+//! and out in drained sections; a drained section does no I/O of its own and its length does not depend on the size of a disk (S59).
+//!
+//! Order of locks: `Graph::names` and a disk's `queues` are leaf locks. Changes of the graph take turns ([`turn::Turn`], an async
+//! lock), one change at a time.
+
+mod counters;
+mod disk;
+mod network;
+mod open;
+mod registry;
+mod turn;
+
+pub use counters::{IoCounters, IoTotals};
+pub use disk::{Disk, DiskPass};
+pub use network::Graph;
+pub use open::{OpenCx, split_driver};
+pub use registry::{DRIVERS, Driver, find_driver};

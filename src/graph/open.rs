@@ -1,0 +1,92 @@
+//! From options to nodes.
+
+use super::network::Graph;
+use super::registry::find_driver;
+use crate::error::{Error, Result};
+use crate::limits::GRAPH_DEPTH_MAX;
+use crate::node::{Edge, Node, Vertex};
+use crate::options::{Child, Options};
+use crate::queue::Env;
+use crate::sync::Arc;
+
+/// What a driver's open function gets beside its options.
+pub struct OpenCx<'a> {
+    graph: &'a Arc<Graph>,
+    depth: usize,
+    below: Option<Arc<dyn Node>>,
+}
+
+impl OpenCx<'_> {
+    /// The graph.
+    pub fn graph(&self) -> &Arc<Graph> {
+        self.graph
+    }
+
+    /// The environment.
+    pub fn env(&self) -> &Arc<Env> {
+        self.graph.env()
+    }
+
+    /// The child under `key`, opened inline or found by name. For a filter that goes in live, `file` is what it goes above.
+    pub fn child(&self, options: &mut Options, key: &str) -> Result<Option<Edge>> {
+        if key == "file"
+            && let Some(below) = &self.below
+        {
+            if options.contains(key) {
+                return Err(Error::invalid("'file' is given by the place of a filter that is added live"));
+            }
+            return Ok(Some(Edge::to_node(below.clone())));
+        }
+        match options.take_child(key)? {
+            None | Some(Child::Null) => Ok(None),
+            Some(Child::Name(name)) => Ok(Some(Edge::to_vertex(self.graph.place(&name)?))),
+            Some(Child::Inline(inline)) => {
+                Ok(Some(Edge::to_vertex(open_vertex(self.graph, inline, self.depth + 1)?)))
+            }
+        }
+    }
+
+    /// Like [`OpenCx::child`], missing is an error.
+    pub fn require_child(&self, options: &mut Options, key: &str) -> Result<Edge> {
+        match self.child(options, key)? {
+            Some(edge) => Ok(edge),
+            None => Err(options.missing(key)),
+        }
+    }
+}
+
+/// Takes `driver` and `node-name` out of a node's options.
+pub fn split_driver(options: &mut Options) -> Result<(String, String)> {
+    let driver =
+        options.take_str("driver")?.ok_or_else(|| Error::invalid("missing required option 'driver'"))?;
+    let name = options.take_str("node-name")?.unwrap_or_default();
+    Ok((driver, name))
+}
+
+pub(super) fn open_vertex(graph: &Arc<Graph>, options: Options, depth: usize) -> Result<Arc<Vertex>> {
+    open(graph, options, depth, None)
+}
+
+/// Opens a filter whose `file` is what is on top of `place` now.
+pub(super) fn open_filter(graph: &Arc<Graph>, place: &Arc<Vertex>, options: Options) -> Result<Arc<Vertex>> {
+    open(graph, options, 0, Some(place.top_node()))
+}
+
+fn open(
+    graph: &Arc<Graph>,
+    mut options: Options,
+    depth: usize,
+    below: Option<Arc<dyn Node>>,
+) -> Result<Arc<Vertex>> {
+    if depth > GRAPH_DEPTH_MAX {
+        return Err(Error::invalid(format!("more than {GRAPH_DEPTH_MAX} nodes nested")));
+    }
+    let (driver, name) = split_driver(&mut options)?;
+    let driver = find_driver(&driver)
+        .ok_or_else(|| Error::not_found(format!("unknown driver '{driver}' (option 'driver')")))?;
+    if below.is_some() && !driver.is_filter {
+        return Err(Error::invalid(format!("driver '{}' is not a filter", driver.name)));
+    }
+    let node = (driver.open)(&OpenCx { graph, depth, below }, options)?;
+    graph.add_node(&name, node)
+}

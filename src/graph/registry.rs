@@ -1,0 +1,31 @@
+//! The drivers: one line each.
+
+use super::open::OpenCx;
+use crate::error::Result;
+use crate::node::Node;
+use crate::options::{Options, PropTable};
+use crate::sync::Arc;
+
+/// A driver.
+pub struct Driver {
+    /// Name as in the option `driver`.
+    pub name: &'static str,
+    /// Whether it can be put above a node that is in use.
+    pub is_filter: bool,
+    /// Its options, for introspection.
+    pub props: &'static PropTable,
+    /// Opens a node; may block. Consumes every option it knows and refuses the rest.
+    pub open: fn(&OpenCx<'_>, Options) -> Result<Arc<dyn Node>>,
+}
+
+/// All drivers, by name.
+pub static DRIVERS: &[Driver] = &[];
+
+/// A driver by name or alias.
+pub fn find_driver(name: &str) -> Option<&'static Driver> {
+    let name = match name {
+        "host_device" => "file",
+        other => other,
+    };
+    DRIVERS.iter().find(|d| d.name == name)
+}

@@ -1,0 +1,53 @@
+//! An eventfd: a counter that a host's event loop can poll.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+/// A non-blocking, close-on-exec eventfd.
+#[derive(Debug)]
+pub struct EventFd(File);
+
+impl EventFd {
+    /// A new one, not signalled.
+    pub fn new() -> std::io::Result<Self> {
+        // SAFETY: no pointers; the result is checked.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        // SAFETY: a descriptor that was just made and that nobody else owns.
+        Ok(Self(File::from(unsafe { OwnedFd::from_raw_fd(fd) })))
+    }
+
+    /// Makes it readable.
+    pub fn signal(&self) {
+        // EAGAIN means the counter is at its maximum: readable anyway.
+        let _ = (&self.0).write(&1u64.to_ne_bytes());
+    }
+
+    /// Makes it unreadable; returns whether it was readable.
+    pub fn clear(&self) -> bool {
+        (&self.0).read(&mut [0; 8]).is_ok()
+    }
+
+    /// The descriptor, for poll.
+    pub fn raw(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clear_tells_whether_it_was_signalled() {
+        let e = EventFd::new().expect("eventfd");
+        assert!(!e.clear());
+        e.signal();
+        e.signal();
+        assert!(e.clear());
+        assert!(!e.clear());
+    }
+}

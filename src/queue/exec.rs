@@ -1,0 +1,330 @@
+//! The executor: tasks, passes, the drive token.
+
+use super::env::Env;
+use super::host::HostHook;
+use super::timer::Timers;
+use crate::io::{Completion, Engine, EngineOp, Notify, Tag};
+use crate::rt::Instant;
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Arc, Mutex, MutexGuard, Weak};
+use crossbeam::queue::SegQueue;
+use once_cell::sync::OnceCell;
+use std::fmt;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+/// Polls per pass before it ends with the event fd signalled.
+pub const PASS_POLLS_MAX: usize = 512;
+
+type TaskFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// An engine with the tasks that use it; see the module text.
+pub struct Exec {
+    env: Arc<Env>,
+    drive: Mutex<Driver>,
+    ready: SegQueue<Arc<Task>>,
+    /// Operations of tasks, on their way to the engine at the end of the poll loop.
+    pub(super) outbox: Mutex<Vec<EngineOp>>,
+    pub(super) timers: Mutex<Timers>,
+    notify: Arc<dyn Notify>,
+    /// Set while somebody is going to look; see `notify`.
+    awake: AtomicBool,
+    /// Time of the last pass (for the watchdog).
+    last_pass_ns: AtomicU64,
+    /// Tasks spawned and not yet ended.
+    tasks: AtomicUsize,
+    /// Nobody drives this executor any more; the watchdog does until its tasks have ended.
+    orphan: AtomicBool,
+    /// The host side, if a queue is bound to this executor.
+    pub(super) host: OnceCell<Weak<dyn HostHook>>,
+}
+
+/// What the holder of the token works with.
+pub(super) struct Driver {
+    pub(super) engine: Box<dyn Engine>,
+    completions: Vec<Completion>,
+    ops: Vec<EngineOp>,
+}
+
+struct Task {
+    exec: Arc<Exec>,
+    queued: AtomicBool,
+    future: Mutex<Option<TaskFuture>>,
+}
+
+impl Wake for Task {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        // AcqRel: what the waker did before is seen by the poll that clears the flag.
+        if !self.queued.swap(true, Ordering::AcqRel) {
+            self.exec.ready.push(self.clone());
+            self.exec.notify();
+        }
+    }
+}
+
+impl Exec {
+    /// An executor over a new engine of `depth` operations.
+    pub(crate) fn new(env: &Arc<Env>, depth: u32) -> crate::error::Result<Arc<Self>> {
+        let engine = env.factory.open(depth)?;
+        let exec = Arc::new(Self {
+            env: env.clone(),
+            notify: engine.notify(),
+            drive: Mutex::new(Driver { engine, completions: Vec::new(), ops: Vec::new() }),
+            ready: SegQueue::new(),
+            outbox: Mutex::new(Vec::new()),
+            timers: Mutex::default(),
+            awake: AtomicBool::new(false),
+            last_pass_ns: AtomicU64::new(0),
+            tasks: AtomicUsize::new(0),
+            orphan: AtomicBool::new(false),
+            host: OnceCell::new(),
+        });
+        env.register(&exec);
+        Ok(exec)
+    }
+
+    /// The environment.
+    pub fn env(&self) -> &Arc<Env> {
+        &self.env
+    }
+
+    /// Current time.
+    pub fn now(&self) -> Instant {
+        self.env.runtime.clock.now()
+    }
+
+    /// Tasks that have not ended.
+    pub fn tasks(&self) -> usize {
+        self.tasks.load(Ordering::Acquire)
+    }
+
+    /// Starts a task. It is polled for the first time in the next pass.
+    pub(crate) fn spawn(self: &Arc<Self>, future: TaskFuture) {
+        self.tasks.fetch_add(1, Ordering::AcqRel);
+        let task = Arc::new(Task {
+            exec: self.clone(),
+            queued: AtomicBool::new(true),
+            future: Mutex::new(Some(future)),
+        });
+        self.ready.push(task);
+        self.notify();
+    }
+
+    /// Makes sure that somebody looks at this executor.
+    pub(super) fn notify(&self) {
+        // SeqCst with the store and the last look in `pass`: either that look sees what was pushed before this swap, or
+        // this swap sees the flag cleared and writes the fd.
+        if !self.awake.swap(true, Ordering::SeqCst) {
+            self.notify.wake();
+        }
+    }
+
+    /// Takes the token if nobody has it.
+    pub(super) fn try_drive(&self) -> Option<MutexGuard<'_, Driver>> {
+        self.drive.try_lock()
+    }
+
+    /// Takes the token, waiting for a helper's bounded pass to end. Only for the executor's owner.
+    pub(super) fn own_drive(&self) -> MutexGuard<'_, Driver> {
+        self.drive.lock()
+    }
+
+    /// One bounded pass. Returns whether ready work is left.
+    pub(super) fn pass(&self, driver: &mut Driver) -> bool {
+        // Relaxed is enough to suppress needless fd writes; correctness comes from the clearing store below.
+        self.awake.store(true, Ordering::Relaxed);
+        self.last_pass_ns.store(self.now().0, Ordering::Relaxed);
+        let mut budget = PASS_POLLS_MAX;
+        loop {
+            let progress = self.collect(driver) | self.fire_timers();
+            let polled = self.poll_ready(&mut budget);
+            if let Some(host) = self.host.get().and_then(Weak::upgrade) {
+                host.take_inbox(driver);
+            }
+            self.hand_over(driver);
+            if budget == 0 {
+                driver.engine.kick();
+                // Whatever is left is looked at in the next pass; say so to whoever sleeps on the fd.
+                self.awake.store(true, Ordering::SeqCst);
+                self.notify.wake();
+                return true;
+            }
+            if !progress && polled == 0 {
+                driver.engine.kick();
+                // SeqCst: partner of the swap in `notify`.
+                self.awake.store(false, Ordering::SeqCst);
+                let inbox = self.host.get().and_then(Weak::upgrade).is_some_and(|h| h.has_inbox());
+                if self.ready.is_empty() && !inbox {
+                    return false;
+                }
+                self.awake.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Blocks until something may have changed, or `limit`. The caller holds the token and has just made a pass without work left.
+    pub(super) fn wait(&self, driver: &mut Driver, limit: Option<Duration>) {
+        let timer = self.timers.lock().earliest().map(|at| at.since(self.now()));
+        let timeout = match (timer, limit) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        driver.engine.wait(timeout);
+    }
+
+    /// Tells the engine when to signal the host's event fd for a timer.
+    pub(super) fn arm_timer(&self, driver: &mut Driver) {
+        let earliest = self.timers.lock().earliest();
+        driver.engine.set_timer(earliest, self.now());
+    }
+
+    /// A pass by somebody who is not the owner, if the executor has been left alone for `stale`.
+    pub(super) fn help(&self, stale: Duration) {
+        let last = Instant(self.last_pass_ns.load(Ordering::Relaxed));
+        if self.now().since(last) < stale {
+            return;
+        }
+        if let Some(mut driver) = self.try_drive() {
+            self.pass(&mut driver);
+            if let Some(host) = self.host.get().and_then(Weak::upgrade) {
+                host.signal(&mut driver);
+            }
+        }
+    }
+
+    /// The owner is about to make a pass: wake-ups until then need not write the fd.
+    pub(super) fn set_awake(&self) {
+        self.awake.store(true, Ordering::Relaxed);
+    }
+
+    /// Gives the executor to the watchdog.
+    pub(super) fn abandon(self: &Arc<Self>) {
+        if self.tasks() > 0 && !self.orphan.swap(true, Ordering::AcqRel) {
+            self.env.adopt(self.clone());
+        }
+    }
+
+    /// Drives until `future` is ready, on this thread. The token is held all the time.
+    pub(super) fn block_on<F: Future>(self: &Arc<Self>, future: F) -> F::Output {
+        struct Main(Arc<Exec>, AtomicBool);
+        impl Wake for Main {
+            fn wake(self: Arc<Self>) {
+                self.1.store(true, Ordering::Release);
+                self.0.notify();
+            }
+        }
+        let main = Arc::new(Main(self.clone(), AtomicBool::new(true)));
+        let waker = Waker::from(main.clone());
+        let mut context = Context::from_waker(&waker);
+        let mut future = std::pin::pin!(future);
+        let mut driver = self.own_drive();
+        loop {
+            // The flag is cleared before the poll, so a wake-up during the poll is not lost.
+            if main.1.swap(false, Ordering::AcqRel)
+                && let Poll::Ready(value) = future.as_mut().poll(&mut context)
+            {
+                self.pass(&mut driver);
+                return value;
+            }
+            let more = self.pass(&mut driver);
+            if !more && !main.1.load(Ordering::Acquire) {
+                self.wait(&mut driver, None);
+            }
+        }
+    }
+
+    fn collect(&self, driver: &mut Driver) -> bool {
+        driver.engine.reap(&mut driver.completions);
+        if driver.completions.is_empty() {
+            return false;
+        }
+        let host = self.host.get().and_then(Weak::upgrade);
+        for c in driver.completions.drain(..) {
+            match c.tag {
+                Tag::Task(cell) => cell.complete(c.result),
+                Tag::Request(tag) => {
+                    if let Some(host) = &host {
+                        host.finished(tag, c.result);
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    fn fire_timers(&self) -> bool {
+        let due = {
+            let mut timers = self.timers.lock();
+            match timers.earliest() {
+                None => return false,
+                Some(_) => timers.take_due(self.now()),
+            }
+        };
+        let any = !due.is_empty();
+        due.into_iter().for_each(Waker::wake);
+        any
+    }
+
+    fn poll_ready(&self, budget: &mut usize) -> usize {
+        let mut polled = 0;
+        while *budget > 0 {
+            let Some(task) = self.ready.pop() else { break };
+            *budget -= 1;
+            polled += 1;
+            self.poll_task(task);
+        }
+        polled
+    }
+
+    fn poll_task(&self, task: Arc<Task>) {
+        // AcqRel: sees what the waker did; a wake-up from here on queues the task again.
+        task.queued.swap(false, Ordering::AcqRel);
+        let mut slot = task.future.lock();
+        let Some(future) = slot.as_mut() else { return };
+        let waker = Waker::from(task.clone());
+        let mut context = Context::from_waker(&waker);
+        let ended = match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(&mut context))) {
+            Ok(Poll::Pending) => false,
+            Ok(Poll::Ready(())) => true,
+            Err(payload) => {
+                self.env.report_panic(&payload);
+                true
+            }
+        };
+        if ended {
+            // Dropping the future tells whoever waits (a request's completion, an in-flight entry). A panic in a destructor is caught like any other.
+            let future = slot.take();
+            drop(slot);
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(future))) {
+                self.env.report_panic(&payload);
+            }
+            self.tasks.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    fn hand_over(&self, driver: &mut Driver) {
+        {
+            let mut outbox = self.outbox.lock();
+            if outbox.is_empty() {
+                return;
+            }
+            std::mem::swap(&mut *outbox, &mut driver.ops);
+        }
+        for op in driver.ops.drain(..) {
+            driver.engine.push(op);
+        }
+    }
+}
+
+impl fmt::Debug for Exec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Exec").field("tasks", &self.tasks()).field("ready", &self.ready.len()).finish()
+    }
+}
