@@ -18,7 +18,8 @@
 
 use std::ops::ControlFlow;
 
-use crate::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use super::canary::canary;
+use crate::sync::atomic::Ordering::{self, AcqRel, Acquire, Relaxed};
 use crate::sync::epoch::{Atomic, Guard, Shared};
 
 /// The holder of this pointer is dead: it never changes again.
@@ -30,6 +31,9 @@ const INDEX_SHIFT: u32 = 1;
 pub(super) trait Chained: Sized {
     /// The link with this number.
     fn link(&self, index: usize) -> &Atomic<Self>;
+
+    /// Tells loom that the node is read.
+    fn touch(&self);
 }
 
 /// Puts a node in by its link `index`; `false` if the chain is closed. Lock-free.
@@ -50,7 +54,7 @@ pub(super) fn push<'g, T: Chained>(
         // Relaxed: nobody else can see this link before the compare-exchange below publishes it.
         link.store(first, Relaxed);
         // Linearization point of the insertion into this chain; partner: the loads in `walk` and `unlink`.
-        match head.compare_exchange(first, me, AcqRel, Acquire, guard) {
+        match head.compare_exchange(first, me, release("relaxed-publish"), Acquire, guard) {
             Ok(_) => return true,
             Err(e) => first = e.current,
         }
@@ -66,8 +70,12 @@ pub(super) fn unlink<'g, T: Chained>(head: &Atomic<T>, node: Shared<'g, T>, inde
     let link = unsafe { me.deref() }.link(index);
     // From here on the link is frozen, so that nobody can take out our successor through it and be undone by our own
     // unlinking; partner: the load of `next` below, in whoever meets the mark.
-    let next = link.fetch_or(MARK, AcqRel, guard);
-    if head.compare_exchange(me, unmarked(next), AcqRel, Acquire, guard).is_ok() {
+    let next = if canary("unfrozen-unlink") {
+        link.load(Acquire, guard)
+    } else {
+        link.fetch_or(MARK, release("relaxed-unlink"), guard)
+    };
+    if head.compare_exchange(me, unmarked(next), release("relaxed-unlink"), Acquire, guard).is_ok() {
         return;
     }
     'again: loop {
@@ -78,6 +86,7 @@ pub(super) fn unlink<'g, T: Chained>(head: &Atomic<T>, node: Shared<'g, T>, inde
         }
         // SAFETY: reached from the head under this guard (see the module of `reclaim`).
         while let Some(this) = unsafe { node.as_ref() } {
+            this.touch();
             let link = this.link(node.tag() >> INDEX_SHIFT);
             let next = link.load(Acquire, guard);
             if next.tag() & MARK == 0 {
@@ -85,7 +94,7 @@ pub(super) fn unlink<'g, T: Chained>(head: &Atomic<T>, node: Shared<'g, T>, inde
                 continue;
             }
             // Fails if the holder has been marked or changed since: `node` was loaded without a mark.
-            match holder.compare_exchange(node, unmarked(next), AcqRel, Acquire, guard) {
+            match holder.compare_exchange(node, unmarked(next), release("relaxed-unlink"), Acquire, guard) {
                 Ok(_) if node == me => return,
                 Ok(_) => node = unmarked(next),
                 Err(_) => continue 'again,
@@ -99,7 +108,7 @@ pub(super) fn unlink<'g, T: Chained>(head: &Atomic<T>, node: Shared<'g, T>, inde
 /// Closes the chain for good and returns its first node. Everything that was in it now belongs to the caller.
 pub(super) fn close<'g, T: Chained>(head: &Atomic<T>, guard: &'g Guard) -> Shared<'g, T> {
     // Partners: `push` (the marked head refuses), `is_closed`.
-    head.swap(Shared::null().with_tag(MARK), AcqRel, guard)
+    head.swap(Shared::null().with_tag(MARK), release("relaxed-unlink"), guard)
 }
 
 /// Whether the chain has been closed. What the closer did before is visible to who sees `true`.
@@ -119,10 +128,16 @@ pub(super) fn walk<'g, T: Chained, B>(
     let mut node = first;
     // SAFETY: reached from a head under this guard (see the module of `reclaim`).
     while let Some(this) = unsafe { node.as_ref() } {
+        this.touch();
         visit(this)?;
         node = this.link(node.tag() >> INDEX_SHIFT).load(Acquire, guard);
     }
     ControlFlow::Continue(())
+}
+
+/// The ordering of a change, unless the named canary weakens it.
+fn release(weakened_by: &str) -> Ordering {
+    if canary(weakened_by) { Relaxed } else { AcqRel }
 }
 
 fn unmarked<T>(pointer: Shared<'_, T>) -> Shared<'_, T> {

@@ -1,8 +1,9 @@
 //! One entry: its node in the chains, its ticket, and the handle that takes it out again.
 
+use super::canary::canary;
 use super::chain;
 use super::list::{Config, InflightList, Kind};
-use super::reclaim;
+use super::reclaim::{self, Watch};
 use super::shard::{SPAN_MAX, Span};
 use super::waiter::WaitList;
 use crate::sync::Arc;
@@ -19,6 +20,7 @@ pub(super) struct Node {
     ticket: TicketWord,
     pub(super) state: AtomicU64,
     pub(super) waiters: WaitList,
+    pub(super) watch: Watch,
 }
 
 impl Node {
@@ -29,6 +31,7 @@ impl Node {
             ticket: TicketWord::new(kind),
             state: AtomicU64::new(state),
             waiters: WaitList::new(),
+            watch: Watch::default(),
         }
     }
 
@@ -60,6 +63,9 @@ impl Node {
         let seen = self.ticket();
         if let Some(own) = seen.number() {
             return own < number;
+        }
+        if canary("unvoided-draw") {
+            return false;
         }
         // Release: partner is the failing exchange in `draw`: the owner's next draw comes after the searcher's, and the
         // owner sees what the searcher did before (the fence of `list`). If another searcher was faster, the word
@@ -127,6 +133,7 @@ impl Entry {
         let shared = Shared::from(node);
         // SAFETY: freed by our drop only.
         let this = unsafe { &*node };
+        let early = canary("early-ticket").then(|| this.draw(&list.tickets));
         let shards = &list.shards;
         let span = shards.span(this.range);
         if span == Span::Wide {
@@ -135,7 +142,7 @@ impl Entry {
         for (index, &number) in span.numbers().iter().enumerate() {
             chain::push(&shards.narrow[number as usize].head, shared, index, guard);
         }
-        let ticket = this.draw(&list.tickets);
+        let ticket = early.unwrap_or_else(|| this.draw(&list.tickets));
         Self { list, node, ticket }
     }
 
@@ -174,8 +181,14 @@ impl Entry {
         self.node().state.store(state, Release);
     }
 
+    /// Number of chains it is in; 0 if it is wide.
+    #[cfg(all(test, cobweb_loom))]
+    pub(super) fn chain_count(&self) -> usize {
+        self.list.shards.span(self.range()).numbers().len()
+    }
+
     /// Number of waiters registered.
-    #[cfg(all(test, not(cobweb_loom)))]
+    #[cfg(test)]
     pub(super) fn waiter_count(&self) -> usize {
         self.node().waiters.count()
     }

@@ -45,6 +45,7 @@
 //! the mapping. `docs/design/inflight.md` argues the orderings. No locks. Every linearization point is marked:
 //! insertion is the exchange in `Node::draw`, removal `WaitList::close`, wake-up and giving up `Waiter::end`.
 
+mod canary;
 mod chain;
 mod entry;
 mod list;
@@ -53,6 +54,8 @@ mod reclaim;
 mod shard;
 mod waiter;
 
+#[cfg(all(test, cobweb_loom))]
+mod loom_tests;
 #[cfg(all(test, not(cobweb_loom)))]
 mod model_tests;
 

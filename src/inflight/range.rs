@@ -54,6 +54,19 @@ impl InflightList {
         ControlFlow::Continue(())
     }
 
+    /// Number of links to entries, dead or alive.
+    #[cfg(test)]
+    pub(super) fn linked_count(&self) -> usize {
+        let (guard, mut count) = (crate::sync::epoch::pin(), 0);
+        for shard in self.shards.narrow.iter().chain([&self.shards.wide]) {
+            let _ = chain::walk(shard.head.load(Acquire, &guard), &guard, |_| {
+                count += 1;
+                ControlFlow::<()>::Continue(())
+            });
+        }
+        count
+    }
+
     /// Whether `place` is the first one where a search for `range` meets `node`.
     pub(super) fn is_first_meeting(&self, range: ByteRange, node: &Node, place: Place) -> bool {
         let Place::Narrow(here) = place else { return true };

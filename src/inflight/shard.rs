@@ -90,6 +90,10 @@ impl Chained for Node {
     fn link(&self, index: usize) -> &Atomic<Self> {
         &self.links[index]
     }
+
+    fn touch(&self) {
+        self.watch.touch();
+    }
 }
 
 #[cfg(all(test, not(cobweb_loom)))]

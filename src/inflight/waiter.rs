@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use super::chain::{self, Chained};
 use super::entry::Node;
-use super::reclaim;
+use super::reclaim::{self, Watch};
 use crate::sync::UnsafeCell;
 use crate::sync::atomic::AtomicU8;
 use crate::sync::atomic::Ordering::{AcqRel, Acquire};
@@ -33,6 +33,7 @@ pub(super) struct Waiter {
     state: AtomicU8,
     /// Belongs to whoever moves `state` away from `WAITING`.
     waker: UnsafeCell<Option<Waker>>,
+    watch: Watch,
 }
 
 // SAFETY: `waker` is accessed by one party, the one that `end` chose; the rest is atomic.
@@ -41,6 +42,10 @@ unsafe impl Sync for Waiter {}
 impl Chained for Waiter {
     fn link(&self, _index: usize) -> &Atomic<Self> {
         &self.link
+    }
+
+    fn touch(&self) {
+        self.watch.touch();
     }
 }
 
@@ -71,7 +76,7 @@ impl WaitList {
     }
 
     /// Number of waiters in the chain.
-    #[cfg(all(test, not(cobweb_loom)))]
+    #[cfg(test)]
     pub(super) fn count(&self) -> usize {
         let (guard, mut count) = (epoch::pin(), 0);
         let _ = chain::walk(self.head.load(Acquire, &guard), &guard, |_| {
@@ -147,6 +152,7 @@ impl Registration {
             link: Atomic::null(),
             state: AtomicU8::new(WAITING),
             waker: UnsafeCell::new(Some(waker.clone())),
+            watch: Watch::default(),
         }));
         if !chain::push(&entry.waiters.head, Shared::from(waiter.cast_const()), 0, guard) {
             // SAFETY: it was not published.
