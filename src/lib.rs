@@ -24,6 +24,8 @@ pub mod options;
 #[cfg(not(cobweb_loom))]
 pub mod queue;
 #[cfg(not(cobweb_loom))]
+pub mod rate;
+#[cfg(not(cobweb_loom))]
 pub mod report;
 #[cfg(not(cobweb_loom))]
 pub mod request;
