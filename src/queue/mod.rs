@@ -27,6 +27,8 @@ mod eventfd;
 mod exec;
 mod host;
 mod timer;
+#[cfg(any(test, feature = "sim"))]
+pub mod virtual_env;
 mod watchdog;
 
 pub use cell::IoCell;
