@@ -12,6 +12,8 @@ pub mod units;
 #[cfg(not(cobweb_loom))]
 pub mod events;
 #[cfg(not(cobweb_loom))]
+pub mod filter;
+#[cfg(not(cobweb_loom))]
 pub mod graph;
 #[cfg(not(cobweb_loom))]
 pub mod io;

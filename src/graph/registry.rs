@@ -2,6 +2,7 @@
 
 use super::open::OpenCx;
 use crate::error::Result;
+use crate::filter::passthrough;
 use crate::node::Node;
 use crate::options::{Options, PropTable};
 use crate::sync::Arc;
@@ -19,7 +20,12 @@ pub struct Driver {
 }
 
 /// All drivers, by name.
-pub static DRIVERS: &[Driver] = &[];
+pub static DRIVERS: &[Driver] = &[Driver {
+    name: "passthrough",
+    is_filter: true,
+    props: &passthrough::PROPS,
+    open: passthrough::Passthrough::open,
+}];
 
 /// A driver by name or alias.
 pub fn find_driver(name: &str) -> Option<&'static Driver> {
