@@ -10,3 +10,4 @@
 pub mod passthrough;
 #[cfg(test)]
 mod testing;
+pub mod throttle;

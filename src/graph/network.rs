@@ -4,6 +4,7 @@ use super::disk::Disk;
 use super::open;
 use super::turn::Turn;
 use crate::error::{Error, Result};
+use crate::filter::throttle::ThrottleGroups;
 use crate::limits::NODES_MAX;
 use crate::node::{Edge, Node, Vertex};
 use crate::options::Options;
@@ -19,6 +20,7 @@ pub struct Graph {
     names: Mutex<Names>,
     changes: Turn,
     next_name: AtomicU64,
+    throttle_groups: Arc<ThrottleGroups>,
 }
 
 #[derive(Default)]
@@ -31,6 +33,7 @@ impl Graph {
     /// An empty graph.
     pub fn new(env: Arc<Env>) -> Arc<Self> {
         Arc::new(Self {
+            throttle_groups: ThrottleGroups::new(env.runtime.clock.clone()),
             env,
             names: Mutex::default(),
             changes: Turn::default(),
@@ -41,6 +44,11 @@ impl Graph {
     /// The environment.
     pub fn env(&self) -> &Arc<Env> {
         &self.env
+    }
+
+    /// The named limits that `throttle` nodes share.
+    pub fn throttle_groups(&self) -> &Arc<ThrottleGroups> {
+        &self.throttle_groups
     }
 
     /// Opens a node and all its inline children from options. May block.

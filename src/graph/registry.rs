@@ -2,7 +2,7 @@
 
 use super::open::OpenCx;
 use crate::error::Result;
-use crate::filter::passthrough;
+use crate::filter::{passthrough, throttle};
 use crate::node::Node;
 use crate::options::{Options, PropTable};
 use crate::sync::Arc;
@@ -20,12 +20,15 @@ pub struct Driver {
 }
 
 /// All drivers, by name.
-pub static DRIVERS: &[Driver] = &[Driver {
-    name: "passthrough",
-    is_filter: true,
-    props: &passthrough::PROPS,
-    open: passthrough::Passthrough::open,
-}];
+pub static DRIVERS: &[Driver] = &[
+    Driver {
+        name: "passthrough",
+        is_filter: true,
+        props: &passthrough::PROPS,
+        open: passthrough::Passthrough::open,
+    },
+    Driver { name: "throttle", is_filter: true, props: &throttle::PROPS, open: throttle::Throttle::open },
+];
 
 /// A driver by name or alias.
 pub fn find_driver(name: &str) -> Option<&'static Driver> {
