@@ -2,7 +2,7 @@
 
 use super::open::OpenCx;
 use crate::error::Result;
-use crate::filter::{passthrough, throttle};
+use crate::filter::{fault, passthrough, throttle};
 use crate::node::Node;
 use crate::options::{Options, PropTable};
 use crate::sync::Arc;
@@ -21,6 +21,7 @@ pub struct Driver {
 
 /// All drivers, by name.
 pub static DRIVERS: &[Driver] = &[
+    Driver { name: "fault", is_filter: true, props: &fault::PROPS, open: fault::Fault::open },
     Driver {
         name: "passthrough",
         is_filter: true,
