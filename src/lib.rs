@@ -14,6 +14,8 @@ pub mod events;
 #[cfg(not(cobweb_loom))]
 pub mod filter;
 #[cfg(not(cobweb_loom))]
+pub mod format;
+#[cfg(not(cobweb_loom))]
 pub mod graph;
 #[cfg(not(cobweb_loom))]
 pub mod io;

@@ -3,6 +3,11 @@
 use super::open::OpenCx;
 use crate::error::Result;
 use crate::filter::{fault, passthrough, throttle};
+use crate::format::raw::{RAW_PROPS, RawNode};
+use crate::io::file::{FILE_PROPS, FileNode};
+use crate::io::memory::{MEMORY_PROPS, MemoryNode};
+use crate::io::null::{NULL_PROPS, NullNode};
+use crate::io::uring_allowed;
 use crate::node::Node;
 use crate::options::{Options, PropTable};
 use crate::sync::Arc;
@@ -29,6 +34,15 @@ pub static DRIVERS: &[Driver] = &[
         open: passthrough::Passthrough::open,
     },
     Driver { name: "throttle", is_filter: true, props: &throttle::PROPS, open: throttle::Throttle::open },
+    Driver {
+        name: "file",
+        is_filter: false,
+        props: &FILE_PROPS,
+        open: |_, o| Ok(FileNode::open(o, uring_allowed())?),
+    },
+    Driver { name: "memory", is_filter: false, props: &MEMORY_PROPS, open: |_, o| Ok(MemoryNode::open(o)?) },
+    Driver { name: "null-co", is_filter: false, props: &NULL_PROPS, open: |_, o| Ok(NullNode::open(o)?) },
+    Driver { name: "raw", is_filter: false, props: &RAW_PROPS, open: RawNode::open },
 ];
 
 /// A driver by name or alias.

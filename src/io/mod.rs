@@ -6,10 +6,23 @@
 //! submission queue makes operations wait in the engine's own backlog. The memory of an operation and its file belong to the engine
 //! until then, whatever becomes of the future that waits for it.
 //!
-//! Two engines carry out file operations, with the same results and errors: `uring` and `pool` (threads). [`open_engine`] joins them, since the
+//! Two engines carry out file operations, with the same results and errors: `uring` and `pool` (threads). [`EngineSet`] joins them, since the
 //! `aio` option is a property of a file and one queue can serve files of both kinds.
 
+mod align;
+mod engine_set;
 pub mod file;
+pub mod memory;
+pub mod null;
+pub mod pool;
+mod progress;
+mod system;
+#[cfg(test)]
+mod tests;
+pub mod uring;
+
+pub use engine_set::EngineSet;
+pub use system::{EngineKind, SystemEngines, system_env, uring_allowed};
 
 use crate::error::IoResult;
 use crate::request::{Buffers, Class};
@@ -19,6 +32,8 @@ use file::FileHandle;
 use std::fmt::Debug;
 use std::os::fd::RawFd;
 use std::time::Duration;
+
+pub(in crate::io) use uring::{fill_iovecs, io_priority};
 
 /// One operation on a file.
 #[derive(Debug)]

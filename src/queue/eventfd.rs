@@ -4,15 +4,24 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// A non-blocking, close-on-exec eventfd.
+/// A close-on-exec eventfd.
 #[derive(Debug)]
 pub struct EventFd(File);
 
 impl EventFd {
     /// A new one, not signalled.
     pub fn new() -> std::io::Result<Self> {
+        Self::with_flags(libc::EFD_NONBLOCK)
+    }
+
+    /// A new one whose reads wait, for a ring to read. `clear` must not be called on it.
+    pub fn blocking() -> std::io::Result<Self> {
+        Self::with_flags(0)
+    }
+
+    fn with_flags(flags: i32) -> std::io::Result<Self> {
         // SAFETY: no pointers; the result is checked.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | flags) };
         if fd < 0 {
             return Err(std::io::Error::last_os_error());
         }

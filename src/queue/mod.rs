@@ -26,6 +26,10 @@ mod env;
 mod eventfd;
 mod exec;
 mod host;
+#[cfg(any(test, feature = "sim"))]
+pub mod testing;
+#[cfg(test)]
+mod tests;
 mod timer;
 #[cfg(any(test, feature = "sim"))]
 pub mod virtual_env;

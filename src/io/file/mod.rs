@@ -1,29 +1,18 @@
-//! One file over either engine.
+//! Files and block devices: the node, the open file, and what keeps unaligned writes safe.
+//!
+//! [`FileNode`] plans: an aligned request is one engine operation, everything else goes through `io/align.rs`. [`FileHandle`] is what operations
+//! keep open. Locks are taken as QEMU takes them, on bytes of the open file description (`lock.rs`). Nothing here changes the size of a file.
+//!
+//! Not guaranteed: nobody else's writes to the file are seen by the gate; that is what the locks are for.
 
+mod gate;
+mod handle;
+mod lock;
+mod node;
+mod open;
 pub mod sys;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-
-/// An open file; kept open until the last operation on it has ended.
-#[derive(Debug)]
-pub struct FileHandle {
-    fd: OwnedFd,
-}
-
-impl FileHandle {
-    /// Takes over a descriptor.
-    pub fn new(fd: OwnedFd) -> Self {
-        Self { fd }
-    }
-
-    /// The descriptor.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-/// A write that is counted in its file's gate; the count ends when the token is dropped.
-#[derive(Debug)]
-pub struct GateToken {
-    _private: (),
-}
+pub use gate::GateToken;
+pub use handle::{Aio, FileHandle};
+pub use node::FileNode;
+pub use open::{FILE_PROPS, create_file};

@@ -1,0 +1,334 @@
+//! The node over a file.
+
+use super::handle::FileHandle;
+use super::sys;
+use crate::error::{IoError, IoResult};
+use crate::io::align::Aligner;
+use crate::io::{FileOp, FileOpKind};
+use crate::limits::BATCH_LEN;
+use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::queue::Cx;
+use crate::request::{Buffers, Flags, Op, ReqRef, Request};
+use crate::sync::Arc;
+use crate::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use crate::units::{ByteRange, align_down, align_up};
+use std::any::Any;
+use std::os::fd::AsRawFd;
+
+/// Longest piece of a zeroing or discard: one in-flight entry each.
+const LONG_PIECE: u64 = 64 << 20;
+/// Zeroing and punching work on whole pages of a direct file, so that the kernel need not zero parts of blocks through the page cache.
+const PAGE: u64 = 4096;
+
+/// A file or block device.
+#[derive(Debug)]
+pub struct FileNode {
+    handle: Arc<FileHandle>,
+    info: Info,
+    aligner: Aligner,
+    /// Cleared when the file system answers that it cannot do it.
+    can_zero: AtomicBool,
+    can_punch: AtomicBool,
+}
+
+#[derive(Debug)]
+pub(super) struct Info {
+    pub(super) name: String,
+    pub(super) size: u64,
+    pub(super) read_only: bool,
+    pub(super) no_flush: bool,
+    /// Whether discards punch holes.
+    pub(super) discard: bool,
+    pub(super) is_block: bool,
+}
+
+impl FileNode {
+    pub(super) fn new(handle: Arc<FileHandle>, info: Info) -> Self {
+        Self {
+            aligner: Aligner::new(handle.clone(), info.size),
+            handle,
+            info,
+            can_zero: AtomicBool::new(true),
+            can_punch: AtomicBool::new(true),
+        }
+    }
+
+    /// The open file.
+    pub fn handle(&self) -> &Arc<FileHandle> {
+        &self.handle
+    }
+
+    /// What was opened, for messages.
+    pub fn name(&self) -> &str {
+        &self.info.name
+    }
+
+    fn op(&self, kind: FileOpKind, range: ByteRange, dsync: bool) -> FileOp {
+        FileOp {
+            file: self.handle.clone(),
+            kind,
+            offset: range.offset,
+            len: range.len,
+            dsync: dsync && !self.info.no_flush,
+            counted: None,
+        }
+    }
+
+    async fn run(&self, cx: &Cx, req: Request) -> IoResult {
+        if req.op.is_write() && self.info.read_only {
+            return Err(IoError::read_only());
+        }
+        let durable = req.flags.contains(Flags::FUA) && !self.info.no_flush;
+        match req.op {
+            Op::Read => self.aligner.read(cx, req).await,
+            Op::Write => self.aligner.write(cx, req).await,
+            Op::WriteZeroes => {
+                self.zero(cx, &req).await?;
+                self.sync_if(cx, durable, &req).await
+            }
+            Op::Discard => {
+                self.discard(cx, &req).await?;
+                self.sync_if(cx, durable, &req).await
+            }
+            Op::Flush => self.sync_if(cx, !self.info.no_flush, &req).await,
+        }
+    }
+
+    async fn sync_if(&self, cx: &Cx, wanted: bool, req: &Request) -> IoResult {
+        if !wanted {
+            return Ok(());
+        }
+        let none = ByteRange { offset: 0, len: 0 };
+        cx.io(self.op(FileOpKind::Sync, none, false), Buffers::new(), req.class).await
+    }
+
+    async fn zero(&self, cx: &Cx, req: &Request) -> IoResult {
+        for piece in long_pieces(req.range) {
+            let (head, middle, tail) = if self.handle.is_direct() || self.info.is_block {
+                split(piece, PAGE.max(self.handle.offset_align()))
+            } else {
+                (empty(piece.offset), piece, empty(piece.end()))
+            };
+            for edge in [head, tail] {
+                self.write_zeros(cx, req, edge).await?;
+            }
+            if middle.is_empty() || self.allocate_zeros(cx, req, middle).await? {
+                continue;
+            }
+            if req.flags.contains(Flags::NO_FALLBACK) {
+                return Err(IoError::unsupported());
+            }
+            self.write_zeros(cx, req, middle).await?;
+        }
+        Ok(())
+    }
+
+    /// Zeroes by fallocate; false if the file system cannot.
+    async fn allocate_zeros(&self, cx: &Cx, req: &Request, range: ByteRange) -> IoResult<bool> {
+        let unmap = req.flags.contains(Flags::MAY_UNMAP);
+        let modes = [
+            (unmap, &self.can_punch, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE),
+            (true, &self.can_zero, libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE),
+        ];
+        for (wanted, possible, mode) in modes {
+            if wanted && possible.load(Relaxed) && self.allocate(cx, req, range, mode, possible).await? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    async fn allocate(
+        &self,
+        cx: &Cx,
+        req: &Request,
+        range: ByteRange,
+        mode: i32,
+        possible: &AtomicBool,
+    ) -> IoResult<bool> {
+        let held = match self.handle.is_direct() {
+            true => Some(self.aligner.exclusive(cx, range).await?),
+            false => None,
+        };
+        let result =
+            cx.io(self.op(FileOpKind::Allocate(mode), range, false), Buffers::new(), req.class).await;
+        drop(held);
+        match result {
+            Ok(()) => Ok(true),
+            Err(e) if matches!(e.errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV) => {
+                possible.store(false, Relaxed);
+                Ok(false)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    async fn write_zeros(&self, cx: &Cx, req: &Request, range: ByteRange) -> IoResult {
+        let mut at = range.offset;
+        while at < range.end() {
+            let len = BATCH_LEN.min(range.end() - at);
+            let write = Request::write(at, Buffers::alloc(len as usize, PAGE as usize)).class(req.class);
+            cx.run(self, write).await?;
+            at += len;
+        }
+        Ok(())
+    }
+
+    async fn discard(&self, cx: &Cx, req: &Request) -> IoResult {
+        for piece in long_pieces(req.range) {
+            let (_, middle, _) = split(piece, PAGE.max(self.handle.offset_align()));
+            // A piece that ends with the file is whole up to there.
+            let middle = if piece.end() == self.info.size && !self.handle.is_direct() && !middle.is_empty() {
+                ByteRange { offset: middle.offset, len: piece.end() - middle.offset }
+            } else {
+                middle
+            };
+            if middle.is_empty() || !self.can_punch.load(Relaxed) {
+                continue;
+            }
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            self.allocate(cx, req, middle, mode, &self.can_punch).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Node for FileNode {
+    fn driver(&self) -> &'static str {
+        "file"
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            request_align: self.handle.offset_align() as u32,
+            memory_align: self.handle.memory_align() as u32,
+            discard_align: PAGE as u32,
+            read_only: self.info.read_only,
+            fast_zeroes: self.can_zero.load(Relaxed) || self.can_punch.load(Relaxed),
+            ..Limits::plain(self.info.size)
+        }
+    }
+
+    fn children(&self) -> Vec<(&'static str, &Edge)> {
+        Vec::new()
+    }
+
+    fn plan(&self, req: ReqRef<'_>) -> Plan {
+        match req.op {
+            Op::Read if self.aligner.is_aligned(req.range, req.bufs) => {
+                Plan::Io(self.op(FileOpKind::Read, req.range, false))
+            }
+            Op::Write if self.info.read_only => Plan::Done(Err(IoError::read_only())),
+            Op::Write if self.aligner.is_aligned(req.range, req.bufs) => {
+                let mut op = self.op(FileOpKind::Write, req.range, req.flags.contains(Flags::FUA));
+                if self.handle.is_direct() {
+                    let Some(token) = self.handle.enter() else { return Plan::Slow };
+                    op.counted = Some(token);
+                }
+                Plan::Io(op)
+            }
+            Op::Flush if self.info.no_flush => Plan::Done(Ok(())),
+            Op::Flush => Plan::Io(self.op(FileOpKind::Sync, ByteRange { offset: 0, len: 0 }, false)),
+            Op::Discard if !self.info.discard && !req.flags.contains(Flags::FUA) && !self.info.read_only => {
+                Plan::Done(Ok(()))
+            }
+            _ => Plan::Slow,
+        }
+    }
+
+    fn execute<'a>(&'a self, cx: &'a Cx, req: Request) -> NodeFuture<'a, IoResult> {
+        Box::pin(self.run(cx, req))
+    }
+
+    fn block_status<'a>(&'a self, cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
+        if self.info.is_block {
+            return Box::pin(async move { Ok(Extent::data(range.len)) });
+        }
+        let handle = self.handle.clone();
+        Box::pin(async move { cx.blocking(move || status(handle.as_raw_fd(), range)).await? })
+    }
+
+    fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {
+        Box::pin(async { Ok(()) })
+    }
+
+    fn get(&self, key: &str) -> Option<String> {
+        match key {
+            "filename" => Some(self.info.name.clone()),
+            "read-only" => Some(if self.info.read_only { "on" } else { "off" }.to_owned()),
+            "cache.direct" => Some(if self.handle.is_direct() { "on" } else { "off" }.to_owned()),
+            _ => None,
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Data or hole at the start of `range`. A file system that cannot tell has data everywhere.
+fn status(fd: i32, range: ByteRange) -> IoResult<Extent> {
+    let data = match sys::seek(fd, range.offset, false) {
+        Ok(at) => at.unwrap_or(u64::MAX),
+        Err(_) => return Ok(Extent::data(range.len)),
+    };
+    if data > range.offset {
+        return Ok(Extent::hole(data.min(range.end()) - range.offset));
+    }
+    let hole = sys::seek(fd, range.offset, true).ok().flatten().unwrap_or(u64::MAX);
+    // A file that shrinks meanwhile may answer with a place at or before the start.
+    let end = if hole > range.offset { hole.min(range.end()) } else { range.end() };
+    Ok(Extent::data(end - range.offset))
+}
+
+const fn empty(offset: u64) -> ByteRange {
+    ByteRange { offset, len: 0 }
+}
+
+/// The ragged start, the whole units and the ragged end of a range.
+fn split(range: ByteRange, unit: u64) -> (ByteRange, ByteRange, ByteRange) {
+    let first = align_up(range.offset, unit);
+    let last = align_down(range.end(), unit);
+    if first >= last {
+        return (range, empty(range.end()), empty(range.end()));
+    }
+    (
+        ByteRange { offset: range.offset, len: first - range.offset },
+        ByteRange { offset: first, len: last - first },
+        ByteRange { offset: last, len: range.end() - last },
+    )
+}
+
+fn long_pieces(range: ByteRange) -> impl Iterator<Item = ByteRange> {
+    let mut at = range.offset;
+    std::iter::from_fn(move || {
+        (at < range.end()).then(|| {
+            let end = align_down(at, LONG_PIECE).saturating_add(LONG_PIECE).min(range.end());
+            let piece = ByteRange { offset: at, len: end - at };
+            at = end;
+            piece
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn split_keeps_every_byte_and_only_whole_units_in_the_middle() {
+        for unit in [1, 4, 8] {
+            for offset in 0..20 {
+                for len in 1..40 {
+                    let (a, b, c) = split(ByteRange { offset, len }, unit);
+                    assert_eq!(a.len + b.len + c.len, len);
+                    assert_eq!((a.offset, b.is_empty() || b.offset == a.end()), (offset, true));
+                    assert_eq!(
+                        (b.offset % unit, b.len % unit),
+                        (if b.is_empty() { b.offset % unit } else { 0 }, 0)
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! From options to an open file.
+
+use super::handle::{Aio, FileHandle};
+use super::lock::{self, Use};
+use super::node::{FileNode, Info};
+use super::sys;
+use crate::error::{Error, Result};
+use crate::options::{Options, Prop, PropStates, PropTable, PropType};
+use crate::sync::Arc;
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+/// Options of the driver `file`.
+pub static FILE_PROPS: PropTable = PropTable {
+    driver: "file",
+    props: &[
+        prop("filename", PropType::Str, "", "path of the file or block device; this or fd"),
+        prop("fd", PropType::Int, "", "an open descriptor instead of a path; it is duplicated"),
+        prop("read-only", PropType::Bool, "off", "refuse writes"),
+        prop("auto-read-only", PropType::Bool, "off", "open read-only where writing is not allowed"),
+        prop("cache.direct", PropType::Bool, "off", "bypass the page cache (O_DIRECT)"),
+        prop("cache.no-flush", PropType::Bool, "off", "ignore flushes: data is lost when the host crashes"),
+        prop(
+            "aio",
+            PropType::Enum(&["threads", "io_uring"]),
+            "io_uring",
+            "how operations are carried out; threads where io_uring is not allowed",
+        ),
+        prop("discard", PropType::Enum(&["ignore", "off", "unmap", "on"]), "ignore", "what a discard does"),
+        prop(
+            "locking",
+            PropType::Enum(&["off", "on", "auto"]),
+            "auto",
+            "image locks as QEMU takes them; auto: where they work",
+        ),
+        prop("force-share", PropType::Bool, "off", "read an image that others write; with read-only"),
+    ],
+};
+
+const fn prop(name: &'static str, ty: PropType, default: &'static str, doc: &'static str) -> Prop {
+    Prop { name, ty, default, states: PropStates::OPEN, doc }
+}
+
+struct Wanted {
+    read_only: bool,
+    auto_read_only: bool,
+    direct: bool,
+}
+
+/// Creates a (sparse) file of `size` bytes. Errors: EEXIST.
+pub fn create_file(path: &Path, size: u64) -> Result<File> {
+    let at = |e| Error::os(e, format!("cannot create '{}'", path.display()));
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(path).map_err(at)?;
+    file.set_len(size).map_err(at)?;
+    Ok(file)
+}
+
+impl FileNode {
+    /// Opens a file from options (see [`FILE_PROPS`]). Blocks.
+    pub fn open(mut o: Options, uring_allowed: bool) -> Result<Arc<Self>> {
+        let filename = o.take_str("filename")?;
+        let fd = o.take_u64_in("fd", 0..=i32::MAX as u64)?;
+        let read_only = o.take_bool("read-only")?.unwrap_or(false);
+        let auto_read_only = o.take_bool("auto-read-only")?.unwrap_or(false);
+        let direct = o.take_bool("cache.direct")?.unwrap_or(false);
+        let no_flush = o.take_bool("cache.no-flush")?.unwrap_or(false);
+        let aio = o.take_enum("aio", &["threads", "io_uring"])?;
+        let discard = o.take_enum("discard", &["ignore", "off", "unmap", "on"])?.unwrap_or(0) >= 2;
+        let locking = o.take_enum("locking", &["off", "on", "auto"])?.unwrap_or(2);
+        let force_share = o.take_bool("force-share")?.unwrap_or(false);
+        if force_share && !read_only {
+            return Err(o.invalid("force-share", "goes with read-only=on only"));
+        }
+        if aio == Some(1) && !uring_allowed {
+            return Err(o.invalid("aio", "io_uring is not available here; use aio=threads"));
+        }
+        let aio = if aio == Some(0) || !uring_allowed { Aio::Threads } else { Aio::Uring };
+        let wanted = Wanted { read_only, auto_read_only, direct };
+        let (file, read_only, name) = match (filename, fd) {
+            (Some(path), None) => {
+                let (file, read_only) = open_path(Path::new(&path), &wanted)?;
+                (file, read_only, path)
+            }
+            (None, Some(fd)) => {
+                let name = format!("fd {fd}");
+                let (file, read_only) = open_fd(fd as RawFd, &wanted)?;
+                (file, read_only, name)
+            }
+            (Some(_), Some(_)) => return Err(o.invalid("fd", "'filename' and 'fd' exclude each other")),
+            (None, None) => return Err(o.missing("filename")),
+        };
+        o.finish_for(&FILE_PROPS)?;
+        take_locks(&file, locking, read_only, force_share, &name)?;
+        let at = |e| Error::os(e, format!("cannot open '{name}'"));
+        let meta = file.metadata().map_err(at)?;
+        let is_block = meta.file_type().is_block_device();
+        if !is_block && !meta.is_file() {
+            return Err(Error::invalid(format!("'{name}' is neither a regular file nor a block device")));
+        }
+        let raw = file.as_raw_fd();
+        let size = if is_block { sys::block_device_size(raw).map_err(at)? } else { meta.len() };
+        let handle = if direct {
+            let (offset_align, memory_align) = sys::direct_alignment(raw).unwrap_or((4096, 4096));
+            let (offset_align, memory_align) =
+                (offset_align.next_power_of_two().max(512), memory_align.next_power_of_two());
+            let tail = if size % u64::from(offset_align) != 0 && !read_only {
+                Some(buffered_twin(raw).map_err(at)?)
+            } else {
+                None
+            };
+            FileHandle::direct(OwnedFd::from(file), tail, aio, offset_align, memory_align)
+        } else {
+            FileHandle::buffered(OwnedFd::from(file), aio)
+        };
+        let info = Info { name, size, read_only, no_flush, discard, is_block };
+        Ok(Arc::new(Self::new(Arc::new(handle), info)))
+    }
+}
+
+fn options(wanted: &Wanted, write: bool) -> OpenOptions {
+    let direct = if wanted.direct { libc::O_DIRECT } else { 0 };
+    let mut o = OpenOptions::new();
+    o.read(true).write(write).custom_flags(direct | libc::O_CLOEXEC | libc::O_NONBLOCK);
+    o
+}
+
+fn open_path(path: &Path, wanted: &Wanted) -> Result<(File, bool)> {
+    let at = |e| Error::os(e, format!("cannot open '{}'", path.display()));
+    match options(wanted, !wanted.read_only).open(path) {
+        Ok(file) => Ok((file, wanted.read_only)),
+        Err(e)
+            if wanted.auto_read_only
+                && matches!(e.raw_os_error(), Some(libc::EACCES | libc::EROFS | libc::EPERM)) =>
+        {
+            Ok((options(wanted, false).open(path).map_err(at)?, true))
+        }
+        Err(e) => Err(at(e)),
+    }
+}
+
+/// Opens what a descriptor stands for again, so that flags (O_DIRECT) and locks are ours and not the caller's. Where that is not possible (no /proc, permissions) the
+/// descriptor is duplicated and must have the right flags.
+fn open_fd(fd: RawFd, wanted: &Wanted) -> Result<(File, bool)> {
+    let at = |e| Error::os(e, format!("cannot use descriptor {fd}"));
+    let flags = sys::status_flags(fd).map_err(at)?;
+    let writable = flags & libc::O_ACCMODE != libc::O_RDONLY;
+    if !writable && !wanted.read_only && !wanted.auto_read_only {
+        return Err(Error::new(
+            libc::EACCES,
+            crate::error::Code::ReadOnly,
+            format!("descriptor {fd} is read-only"),
+        ));
+    }
+    let read_only = wanted.read_only || !writable;
+    if let Ok(file) = options(wanted, !read_only).open(format!("/proc/self/fd/{fd}")) {
+        return Ok((file, read_only));
+    }
+    if wanted.direct != (flags & libc::O_DIRECT != 0) {
+        return Err(Error::invalid(format!(
+            "descriptor {fd} does not have the cache mode that cache.direct asks for"
+        )));
+    }
+    Ok((File::from(sys::duplicate(fd).map_err(at)?), read_only))
+}
+
+fn take_locks(file: &File, locking: usize, read_only: bool, force_share: bool, name: &str) -> Result<()> {
+    let usage = match (force_share, read_only) {
+        (true, _) => Use::Share,
+        (_, true) => Use::Read,
+        _ => Use::Write,
+    };
+    if locking == 0 {
+        return Ok(());
+    }
+    match lock::lock(file.as_raw_fd(), usage, name) {
+        // auto: a file system without such locks is used without.
+        Err(e) if locking == 2 && e.code() != crate::error::Code::Busy => Ok(()),
+        other => other,
+    }
+}
+
+/// A buffered descriptor of the same file.
+fn buffered_twin(fd: RawFd) -> std::io::Result<OwnedFd> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_CLOEXEC)
+        .open(format!("/proc/self/fd/{fd}"))?;
+    Ok(OwnedFd::from(file))
+}
