@@ -53,7 +53,7 @@ impl Progress {
                 } else if kind == FileOpKind::Write {
                     // A write of nothing makes no progress and says no reason.
                     if count == 0 { Step::Fail(libc::EIO) } else { Step::Again(self.done) }
-                } else if count == 0 || (offset + self.done) % align != 0 {
+                } else if count == 0 || !(offset + self.done).is_multiple_of(align) {
                     Step::Zeros(self.done)
                 } else {
                     Step::Again(self.done)

@@ -72,7 +72,7 @@ async fn random_requests(cx: &Cx, node: &FileNode, rng: &SplitMix, what: &str) {
     for step in 0..300 {
         let mut offset = rng.next() % size;
         let mut len = 1 + rng.next() % (size - offset).min(100_000);
-        if rng.next() % 2 == 0 {
+        if rng.next().is_multiple_of(2) {
             (offset, len) = (offset & !511, len.next_multiple_of(512).min(size - (offset & !511)));
         }
         let range = ByteRange { offset, len };
