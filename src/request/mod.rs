@@ -11,5 +11,5 @@
 mod buffer;
 mod op;
 
-pub use buffer::{AlignedMem, Buffers, MemOwner, Segment};
+pub use buffer::{AlignedMem, Buffers, GiveBack, MemOwner, Segment};
 pub use op::{Class, Flags, Op, ReqRef, Request};
