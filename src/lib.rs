@@ -10,6 +10,8 @@ pub mod sync;
 pub mod units;
 
 #[cfg(not(cobweb_loom))]
+pub mod context;
+#[cfg(not(cobweb_loom))]
 pub mod events;
 #[cfg(not(cobweb_loom))]
 pub mod filter;
@@ -19,6 +21,8 @@ pub mod format;
 pub mod graph;
 #[cfg(not(cobweb_loom))]
 pub mod io;
+#[cfg(not(cobweb_loom))]
+pub mod job;
 #[cfg(not(cobweb_loom))]
 pub mod limits;
 #[cfg(not(cobweb_loom))]

@@ -14,6 +14,8 @@ pub const GRANULE_MAX: u64 = 64 << 20;
 pub const NODES_MAX: usize = 65_536;
 /// Depth of a graph.
 pub const GRAPH_DEPTH_MAX: usize = 1024;
+/// Jobs in one context, those that have ended and not been dismissed included.
+pub const JOBS_MAX: usize = 4096;
 /// Events kept for the host.
 pub const EVENTS_MAX: usize = 1024;
 
