@@ -6,6 +6,7 @@ use super::watchdog;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::io::Engine;
+use crate::request::budget::Budget;
 use crate::rt::{Join, Runtime};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, Weak};
@@ -32,6 +33,8 @@ pub struct Env {
     pub runtime: Runtime,
     /// What the host is told.
     pub events: Events,
+    /// Memory that the caches of the context may use together; without limit until somebody sets one.
+    pub budget: Arc<Budget>,
     pub(super) factory: Arc<dyn EngineFactory>,
     log: Option<LogSink>,
     execs: Mutex<Vec<Weak<Exec>>>,
@@ -66,6 +69,7 @@ impl Env {
     pub fn new(runtime: Runtime, factory: Arc<dyn EngineFactory>, log: Option<LogSink>) -> Arc<Self> {
         Arc::new(Self {
             events: Events::default(),
+            budget: Budget::new(0),
             runtime,
             factory,
             log,

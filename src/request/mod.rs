@@ -8,6 +8,8 @@
 //! Start reading at [`Request`]; [`Buffers`] is the scatter-gather list that travels through all layers unsplit
 //! and uncopied.
 
+pub mod arena;
+pub mod budget;
 mod buffer;
 mod op;
 
