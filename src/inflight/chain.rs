@@ -8,7 +8,7 @@
 //!   the newest or an old one, leads to all live nodes older than its holder;
 //! - a walk ends: what is put in while it runs lies before it.
 //!
-//! A pointer carries two things in its low bits. [`MARK`] belongs to the *holder*: the node that holds this link is being
+//! A pointer carries two things in its low bits. `MARK` belongs to the *holder*: the node that holds this link is being
 //! taken out (in a head: the chain is closed), and the link never changes again. The bits above it belong to the
 //! *target*: the number of the link through which the chain goes on there, since a node can be in several chains.
 //!
@@ -23,11 +23,11 @@ use crate::sync::atomic::Ordering::{self, AcqRel, Acquire, Relaxed};
 use crate::sync::epoch::{Atomic, Guard, Shared};
 
 /// The holder of this pointer is dead: it never changes again.
-pub(super) const MARK: usize = 1;
+const MARK: usize = 1;
 
 const INDEX_SHIFT: u32 = 1;
 
-/// A type whose values can be in chains. Its alignment must leave room for [`MARK`] and the highest index.
+/// A type whose values can be in chains. Its alignment must leave room for the mark and the highest index.
 pub(super) trait Chained: Sized {
     /// The link with this number.
     fn link(&self, index: usize) -> &Atomic<Self>;
@@ -107,13 +107,8 @@ pub(super) fn unlink<'g, T: Chained>(head: &Atomic<T>, node: Shared<'g, T>, inde
 
 /// Closes the chain for good and returns its first node. Everything that was in it now belongs to the caller.
 pub(super) fn close<'g, T: Chained>(head: &Atomic<T>, guard: &'g Guard) -> Shared<'g, T> {
-    // Partners: `push` (the marked head refuses), `is_closed`.
+    // Partner: `push`, which the marked head refuses.
     head.swap(Shared::null().with_tag(MARK), release("relaxed-unlink"), guard)
-}
-
-/// Whether the chain has been closed. What the closer did before is visible to who sees `true`.
-pub(super) fn is_closed<T: Chained>(head: &Atomic<T>, guard: &Guard) -> bool {
-    head.load(Acquire, guard).tag() & MARK != 0
 }
 
 /// Visits the nodes from `first` on, dead ones too, newest first. Wait-free.
@@ -136,7 +131,7 @@ pub(super) fn walk<'g, T: Chained, B>(
 }
 
 /// The ordering of a change, unless the named canary weakens it.
-fn release(weakened_by: &str) -> Ordering {
+pub(super) fn release(weakened_by: &str) -> Ordering {
     if canary(weakened_by) { Relaxed } else { AcqRel }
 }
 

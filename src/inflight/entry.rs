@@ -1,12 +1,14 @@
 //! One entry: its node in the chains, its ticket, and the handle that takes it out again.
 
+use std::ptr::NonNull;
+
 use super::canary::canary;
 use super::chain;
-use super::list::{Config, InflightList, Kind};
+use super::core::Core;
+use super::list::Kind;
 use super::reclaim::{self, Watch};
-use super::shard::{SPAN_MAX, Span};
+use super::shard::SPAN_MAX;
 use super::waiter::WaitList;
-use crate::sync::Arc;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use crate::sync::epoch::{self, Atomic, Guard, Shared};
@@ -57,38 +59,58 @@ impl Node {
         }
     }
 
-    /// Whether this entry is older than a searcher who drew `number` before it came here. An entry without a ticket is made
-    /// to draw one after this call.
-    pub(super) fn is_older_than(&self, number: u64) -> bool {
-        let seen = self.ticket();
-        if let Some(own) = seen.number() {
-            return own < number;
+    /// Linearization point of the removal. The answer tells whether the entry is an orphan.
+    fn die(&self) -> bool {
+        // Release: partner is `ticket`, for searchers that pass over the dead. Acquire: partner is `make_orphan`.
+        self.ticket.0.fetch_or(Ticket::DEAD, chain::release("relaxed-unlink")) & Ticket::ORPHAN != 0
+    }
+
+    /// Tells an entry that its list has no handle left; `false` if it knew or has been removed.
+    pub(super) fn make_orphan(&self) -> bool {
+        // Release: partner is `die`, whose caller then uses the share counted for it.
+        self.ticket.0.fetch_or(Ticket::ORPHAN, AcqRel) & (Ticket::DEAD | Ticket::ORPHAN) == 0
+    }
+
+    /// The ticket if it is below `number`, which the searcher drew before it came here. An entry that had no ticket when it
+    /// was `seen` is made to draw a higher one.
+    pub(super) fn number_below(&self, number: u64, seen: Ticket) -> Option<u64> {
+        let drawn = |ticket: Ticket| ticket.number().filter(|&own| own < number);
+        if seen.number().is_some() {
+            return drawn(seen);
         }
         if canary("unvoided-draw") {
-            return false;
+            return None;
         }
         // Release: partner is the failing exchange in `draw`: the owner's next draw comes after the searcher's, and the
         // owner sees what the searcher did before (the fence of `list`). If another searcher was faster, the word
         // changed after we had read it, that is after our draw, and the argument is the same.
         match self.ticket.0.compare_exchange(seen.0, seen.voided().0, AcqRel, Acquire) {
-            Ok(_) => false,
-            Err(now) => Ticket(now).number().is_some_and(|own| own < number),
+            Ok(_) => None,
+            Err(now) => drawn(Ticket(now)),
         }
     }
 }
 
-/// Ticket and kind in one word: bit 0 whether the ticket has been drawn, bits 1 to 3 the kind, then the ticket, or, before
-/// there is one, how often the draw was voided.
+/// What changes in an entry's life, in one word: bit 0 whether the ticket has been drawn, bits 1 to 3 the kind, bit 4 whether
+/// it has been removed, bit 5 whether it outlived its list; then the ticket, or, before there is one, how often the draw
+/// was voided. 58 bits of tickets last for centuries.
 #[derive(Clone, Copy)]
 pub(super) struct Ticket(u64);
 
 impl Ticket {
     const DRAWN: u64 = 1;
     const KIND_SHIFT: u32 = 1;
-    const NUMBER_SHIFT: u32 = 4;
+    const DEAD: u64 = 1 << 4;
+    const ORPHAN: u64 = 1 << 5;
+    const NUMBER_SHIFT: u32 = 6;
 
     pub(super) fn kind(self) -> Kind {
         (self.0 >> Self::KIND_SHIFT) as u8 & 7
+    }
+
+    /// Whether the entry has been removed.
+    pub(super) fn is_dead(self) -> bool {
+        self.0 & Self::DEAD != 0
     }
 
     pub(super) fn number(self) -> Option<u64> {
@@ -116,42 +138,43 @@ impl TicketWord {
 /// A running request in the list. Dropping it, on any thread, removes it and wakes exactly its waiters.
 #[must_use = "dropping an entry removes it"]
 pub struct Entry {
-    list: Arc<InflightList>,
-    node: *const Node,
+    core: NonNull<Core>,
+    node: NonNull<Node>,
     ticket: u64,
 }
 
-// SAFETY: the node is shared by design; everything that changes in it is atomic.
+// SAFETY: core and node are shared by design; everything that changes in them is atomic.
 unsafe impl Send for Entry {}
 // SAFETY: as above.
 unsafe impl Sync for Entry {}
 
 impl Entry {
     /// Publishes a node and draws its ticket.
-    pub(super) fn publish(list: Arc<InflightList>, node: Box<Node>, guard: &Guard) -> Self {
-        let node: *const Node = Box::into_raw(node);
-        let shared = Shared::from(node);
-        // SAFETY: freed by our drop only.
-        let this = unsafe { &*node };
-        let early = canary("early-ticket").then(|| this.draw(&list.tickets));
-        let shards = &list.shards;
-        let span = shards.span(this.range);
-        if span == Span::Wide {
-            chain::push(&shards.wide.head, shared, 0, guard);
-        }
-        for (index, &number) in span.numbers().iter().enumerate() {
-            chain::push(&shards.narrow[number as usize].head, shared, index, guard);
-        }
-        let ticket = early.unwrap_or_else(|| this.draw(&list.tickets));
-        Self { list, node, ticket }
+    ///
+    /// # Safety
+    /// The list has a handle during the call.
+    pub(super) unsafe fn publish(
+        core: NonNull<Core>,
+        range: ByteRange,
+        kind: Kind,
+        state: u64,
+        guard: &Guard,
+    ) -> Self {
+        let node = reclaim::new_node(Node::new(range, kind, state));
+        // SAFETY: the caller's promise; the node is retired by the drop of what we return.
+        let (shared, this, Core { shards, tickets, .. }) =
+            unsafe { (Shared::from(node.as_ptr().cast_const()), node.as_ref(), core.as_ref()) };
+        let early = canary("early-ticket").then(|| this.draw(tickets));
+        shards.each(range, |index, number| {
+            chain::push(shards.head(number), shared, index, guard);
+        });
+        let ticket = early.unwrap_or_else(|| this.draw(tickets));
+        Self { core, node, ticket }
     }
 
-    pub(super) fn list(&self) -> &InflightList {
-        &self.list
-    }
-
-    pub(super) fn config(&self) -> &Config {
-        &self.list.config
+    pub(super) fn core(&self) -> &Core {
+        // SAFETY: lives as long as its list has handles or live entries.
+        unsafe { self.core.as_ref() }
     }
 
     /// The range it was inserted with.
@@ -181,10 +204,10 @@ impl Entry {
         self.node().state.store(state, Release);
     }
 
-    /// Number of chains it is in; 0 if it is wide.
+    /// Numbers of the chains it is in.
     #[cfg(all(test, cobweb_loom))]
-    pub(super) fn chain_count(&self) -> usize {
-        self.list.shards.span(self.range()).numbers().len()
+    pub(super) fn chains(&self) -> Vec<super::shard::Number> {
+        self.core().shards.span(self.range()).numbers().to_vec()
     }
 
     /// Number of waiters registered.
@@ -195,26 +218,26 @@ impl Entry {
 
     fn node(&self) -> &Node {
         // SAFETY: retired by our drop only.
-        unsafe { &*self.node }
+        unsafe { self.node.as_ref() }
     }
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
         let guard = epoch::pin();
-        let shared = Shared::from(self.node);
-        let closed = self.node().waiters.close(&guard);
-        let shards = &self.list.shards;
-        let span = shards.span(self.node().range);
-        if span == Span::Wide {
-            chain::unlink(&shards.wide.head, shared, 0, &guard);
+        let shared = Shared::from(self.node.as_ptr().cast_const());
+        let (node, Core { shards, watch, .. }) = (self.node(), self.core());
+        let orphan = node.die();
+        shards.each(node.range, |index, number| chain::unlink(shards.head(number), shared, index, &guard));
+        watch.touch();
+        let wakers = node.waiters.close(&guard);
+        // SAFETY: it is in no chain any more, its waits have ended, and the share is that of an orphan.
+        unsafe {
+            reclaim::retire_node(shared, &guard);
+            if orphan {
+                Core::give_up_share(self.core, &guard);
+            }
         }
-        for (index, &number) in span.numbers().iter().enumerate() {
-            chain::unlink(&shards.narrow[number as usize].head, shared, index, &guard);
-        }
-        let wakers = closed.end(&guard);
-        // SAFETY: it is in no chain any more, and its waits have ended.
-        unsafe { reclaim::retire_node(shared, &guard) };
         drop(guard);
         wakers.wake();
     }

@@ -3,14 +3,15 @@
 use std::future::Future;
 use std::ops::ControlFlow;
 use std::pin::Pin;
+use std::ptr::NonNull;
 use std::task::{Context, Poll};
 
 use super::canary::canary;
-use super::entry::{Entry, Node};
-use super::shard::Shards;
+use super::core::Core;
+use super::entry::Entry;
 use super::waiter::{Check, Registration};
 use crate::sync::Arc;
-use crate::sync::atomic::{AtomicU64, Ordering, fence};
+use crate::sync::atomic::{Ordering, fence};
 use crate::sync::epoch::{self, Guard};
 use crate::units::ByteRange;
 
@@ -34,21 +35,13 @@ pub struct Config {
 
 /// A lock-free list of running requests; see the module.
 pub struct InflightList {
-    pub(super) tickets: Tickets,
-    pub(super) config: Config,
-    pub(super) shards: Shards,
+    core: NonNull<Core>,
 }
 
-/// The counter tickets are drawn from, alone on its cache lines: it is the one thing all inserting threads share.
-#[repr(align(128))]
-pub(super) struct Tickets(AtomicU64);
-
-impl std::ops::Deref for Tickets {
-    type Target = AtomicU64;
-    fn deref(&self) -> &AtomicU64 {
-        &self.0
-    }
-}
+// SAFETY: the core is shared by design; everything that changes in it is atomic.
+unsafe impl Send for InflightList {}
+// SAFETY: as above.
+unsafe impl Sync for InflightList {}
 
 /// An entry as a search sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,8 +66,7 @@ impl InflightList {
                 assert_eq!(conflict(a, b), conflict(b, a), "conflicts of kinds {a} and {b}");
             }
         }
-        let shards = Shards::new(config.shard_bytes_log2, config.shards_log2);
-        Arc::new(Self { tickets: Tickets(AtomicU64::new(0)), config, shards })
+        Arc::new(Self { core: Core::new(config) })
     }
 
     /// Publishes an entry and draws its ticket, without waiting for anything.
@@ -94,18 +86,22 @@ impl InflightList {
 
     /// [`acquire`](Self::acquire) with a first value of the state word.
     pub fn acquire_with(self: &Arc<Self>, range: ByteRange, kind: Kind, state: u64) -> Acquire {
-        Acquire { entry: Some(self.insert_with(range, kind, state)), wait: None }
+        let guard = epoch::pin();
+        let entry = self.publish(range, kind, state, &guard);
+        // Once no older conflict is left none comes back, so the first poll need not look again.
+        let clear = self.core().blocker(range, self.conflicts(kind), entry.ticket(), &guard).is_none();
+        Acquire { entry: Some(entry), clear, wait: None }
     }
 
     /// An entry if nothing conflicting is there now, waiting or not. Of several such calls at once one succeeds.
     pub fn try_acquire(self: &Arc<Self>, range: ByteRange, kind: Kind) -> Option<Entry> {
-        let kinds = self.config.conflicts[usize::from(kind)];
+        let kinds = self.conflicts(kind);
         let guard = epoch::pin();
-        if self.any_pinned(range, kinds, &guard) {
+        if self.core().any(range, kinds, &guard) {
             return None;
         }
         let entry = self.publish(range, kind, 0, &guard);
-        match self.blocker(range, kinds, entry.ticket(), &guard) {
+        match self.core().blocker(range, kinds, entry.ticket(), &guard) {
             None => Some(entry),
             Some(_) => None,
         }
@@ -119,18 +115,17 @@ impl InflightList {
 
     /// Whether an entry of one of `kinds` overlaps `range` now.
     pub fn any(&self, range: ByteRange, kinds: u8) -> bool {
-        self.fence();
-        self.any_pinned(range, kinds, &epoch::pin())
+        full_fence();
+        self.core().any(range, kinds, &epoch::pin())
     }
 
     /// Calls `visit` once for every entry of one of `kinds` that overlaps `range`, in no order. `visit` runs under a pin: it
     /// must be short and do no I/O.
     pub fn for_each_overlap(&self, range: ByteRange, kinds: u8, mut visit: impl FnMut(OverlapRef)) {
-        self.fence();
-        let guard = epoch::pin();
-        let _ = self.search(range, kinds, &guard, |node, place| {
-            if self.is_first_meeting(range, node, place) {
-                let ticket = node.ticket();
+        full_fence();
+        let (core, guard) = (self.core(), epoch::pin());
+        let _ = core.search(range, kinds, &guard, |node, ticket, place| {
+            if core.is_first_meeting(range, node, place) {
                 visit(OverlapRef {
                     range: node.range,
                     kind: ticket.kind(),
@@ -143,44 +138,54 @@ impl InflightList {
         });
     }
 
-    /// Number of entries with a non-empty range. For statistics: it walks all shards, and counts what changes meanwhile or
-    /// not.
+    /// Number of entries. For statistics: it walks all shards, and may or may not count what changes meanwhile.
     pub fn len(&self) -> usize {
-        let everything = ByteRange { offset: 0, len: i64::MAX as u64 };
-        let mut count = 0;
-        self.for_each_overlap(everything, u8::MAX, |_| count += 1);
-        count
+        self.core().len(&epoch::pin())
     }
 
     /// Whether [`len`](Self::len) is 0.
     pub fn is_empty(&self) -> bool {
-        !self.any(ByteRange { offset: 0, len: i64::MAX as u64 }, u8::MAX)
+        self.len() == 0
     }
 
-    fn publish(self: &Arc<Self>, range: ByteRange, kind: Kind, state: u64, guard: &Guard) -> Entry {
+    /// The kinds that `kind` conflicts with.
+    fn conflicts(&self, kind: Kind) -> u8 {
+        self.core().config.conflicts[usize::from(kind)]
+    }
+
+    fn publish(&self, range: ByteRange, kind: Kind, state: u64, guard: &Guard) -> Entry {
         assert!(kind < KINDS_MAX, "kind {kind}");
-        let entry = Entry::publish(self.clone(), Box::new(Node::new(range, kind, state)), guard);
-        self.fence();
+        // SAFETY: the list has a handle.
+        let entry = unsafe { Entry::publish(self.core, range, kind, state, guard) };
+        full_fence();
         entry
     }
 
-    fn any_pinned(&self, range: ByteRange, kinds: u8, guard: &Guard) -> bool {
-        self.search(range, kinds, guard, |_, _| ControlFlow::Break(())).is_break()
+    pub(super) fn core(&self) -> &Core {
+        // SAFETY: abandoned by our drop.
+        unsafe { self.core.as_ref() }
     }
+}
 
-    /// Each side of the promise to callers (module, "Publish and look"): after publication, before search.
-    fn fence(&self) {
-        // SeqCst: partner is the same line on the other side. Of two such fences one is first; what was written before it
-        // is seen by what is read after the other.
-        if !canary("no-fence") {
-            fence(Ordering::SeqCst);
-        }
+impl Drop for InflightList {
+    fn drop(&mut self) {
+        // SAFETY: the last handle; calls borrow it.
+        unsafe { Core::abandon(self.core) };
     }
 }
 
 impl std::fmt::Debug for InflightList {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("InflightList").field("config", &self.config).field("len", &self.len()).finish()
+        f.debug_struct("InflightList").field("config", &self.core().config).field("len", &self.len()).finish()
+    }
+}
+
+/// Each side of the promise to callers (module, "Publish and look"): after publication, before search.
+fn full_fence() {
+    if !canary("no-fence") {
+        // SeqCst: partner is the same line on the other side. Of two such fences one is first; what was written before it
+        // is seen by what is read after the other.
+        fence(Ordering::SeqCst);
     }
 }
 
@@ -188,6 +193,8 @@ impl std::fmt::Debug for InflightList {
 #[must_use = "dropping the future removes the entry"]
 pub struct Acquire {
     entry: Option<Entry>,
+    /// The call itself found no older conflict.
+    clear: bool,
     wait: Option<Registration>,
 }
 
@@ -201,16 +208,19 @@ impl Acquire {
 impl Future for Acquire {
     type Output = Entry;
 
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Entry> {
-        let this = self.get_mut();
-        let entry = this.entry.as_ref().expect("polled after its end");
-        let kinds = entry.config().conflicts[usize::from(entry.kind())];
-        let clear =
-            poll_clear(entry.list(), entry.range(), kinds, |_| Some(entry.ticket()), &mut this.wait, context);
-        match clear {
-            Poll::Pending => Poll::Pending,
-            Poll::Ready(()) => Poll::Ready(this.entry.take().expect("taken once")),
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Entry> {
+        let this = &mut *self;
+        let entry = this.entry.take().expect("polled after its end");
+        if !this.clear {
+            let core = entry.core();
+            let kinds = core.config.conflicts[usize::from(entry.kind())];
+            let before = |_: &Guard| Some(entry.ticket());
+            if poll_clear(core, entry.range(), kinds, before, &mut this.wait, context).is_pending() {
+                this.entry = Some(entry);
+                return Poll::Pending;
+            }
         }
+        Poll::Ready(entry)
     }
 }
 
@@ -230,25 +240,25 @@ impl Future for WaitClear {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
-        let (list, range, kinds, before) = (&*this.list, this.range, this.kinds, &mut this.before);
+        let (core, range, kinds, before) = (this.list.core(), this.range, this.kinds, &mut this.before);
         let cut = |guard: &Guard| {
             if before.is_none() {
-                list.fence();
-                if !list.any_pinned(range, kinds, guard) {
+                full_fence();
+                if !core.any(range, kinds, guard) {
                     return None;
                 }
                 // AcqRel: as in `Node::draw`; who draws later sees what our caller did before.
-                *before = Some(list.tickets.fetch_add(1, Ordering::AcqRel));
+                *before = Some(core.tickets.fetch_add(1, Ordering::AcqRel));
             }
             *before
         };
-        poll_clear(list, range, kinds, cut, &mut this.wait, context)
+        poll_clear(core, range, kinds, cut, &mut this.wait, context)
     }
 }
 
 /// Waits for the entries older than `before`, one after the other. `before` may say that there are none.
 fn poll_clear(
-    list: &InflightList,
+    core: &Core,
     range: ByteRange,
     kinds: u8,
     before: impl FnOnce(&Guard) -> Option<u64>,
@@ -263,7 +273,7 @@ fn poll_clear(
     }
     let guard = epoch::pin();
     let Some(before) = before(&guard) else { return Poll::Ready(()) };
-    while let Some(node) = list.blocker(range, kinds, before, &guard) {
+    while let Some(node) = core.blocker(range, kinds, before, &guard) {
         // Fails if the entry has been removed meanwhile: then it is found no more.
         *wait = Registration::new(node, context.waker(), &guard);
         if wait.is_some() {

@@ -10,8 +10,8 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc as StdArc;
 use std::sync::atomic::{AtomicUsize as StdAtomicUsize, Ordering as StdOrdering};
+use std::sync::{Arc as StdArc, Mutex as StdMutex};
 use std::task::{Context, Poll, Wake, Waker};
 
 use loom::future::block_on;
@@ -100,7 +100,7 @@ fn conflicts_are_met_when_entries_are_in_several_chains() {
             })
         };
         let entry = block_on(list.acquire(range(1, 2), 0));
-        assert_eq!(entry.chain_count(), 2, "the test needs entries in two chains");
+        assert_eq!(entry.chains().len(), 2, "the test needs entries in two chains");
         data.add();
         drop(entry);
         other.join().unwrap();
@@ -117,7 +117,7 @@ fn a_wide_and_a_narrow_acquire_exclude_each_other() {
             let (list, data) = (list.clone(), data.clone());
             thread::spawn(move || {
                 let entry = block_on(list.acquire(range(0, 9), 0));
-                assert_eq!(entry.chain_count(), 0, "the test needs a wide entry");
+                assert_eq!(entry.chains(), [super::shard::WIDE], "the test needs a wide entry");
                 data.add();
                 drop(entry);
             })
@@ -157,7 +157,7 @@ fn neighbours_in_a_chain_are_taken_out_and_put_in_at_once() {
         let mut seen = Vec::new();
         list.for_each_overlap(range(0, 4), u8::MAX, |e| seen.push(e.range.offset));
         assert_eq!(seen, [3, 0], "newest first, nothing dead, nothing lost");
-        assert_eq!(list.linked_count(), 2, "a dead entry is still linked");
+        assert_eq!(list.core().linked_count(&epoch::pin()), 2, "a dead entry is still linked");
         drop((oldest, added));
     });
 }
@@ -379,6 +379,31 @@ fn memory_is_freed_after_the_last_look() {
     });
 }
 
+#[test]
+fn the_core_lives_as_long_as_handles_and_entries_and_no_longer() {
+    // Collected over all executions and looked at after them: the other thread's last pin, in its thread-local destructor,
+    // may keep garbage until the collector itself is dropped.
+    let cores = StdArc::new(StdMutex::new(Vec::new()));
+    let all = cores.clone();
+    loom::model(move || {
+        let list = list(0);
+        let freed = list.core().watch.freed();
+        all.lock().unwrap().push(freed.clone());
+        let (first, second) = (list.insert(range(0, 1), 0), list.insert(range(0, 0), 0));
+        let other = thread::spawn(move || drop(first));
+        drop(list);
+        for _ in 0..3 {
+            epoch::pin().flush();
+        }
+        assert!(!freed.load(StdOrdering::SeqCst), "the second entry is still there");
+        drop(second);
+        other.join().unwrap();
+    });
+    let cores = cores.lock().unwrap();
+    let freed = cores.iter().filter(|freed| freed.load(StdOrdering::SeqCst)).count();
+    assert_eq!(freed, cores.len(), "some cores were never freed");
+}
+
 /// Runs a test of this file in a child process with a planted bug and expects it to fail. A child, because loom's report
 /// can come in a destructor and abort.
 fn must_fail(canary: &str, test: &str) {
@@ -420,6 +445,11 @@ fn canary_unvoided_draw_is_found() {
 #[test]
 fn canary_no_fence_is_found() {
     must_fail("no-fence", "publish_and_look_never_miss_each_other");
+}
+
+#[test]
+fn canary_no_orphans_is_found() {
+    must_fail("no-orphans", "the_core_lives_as_long_as_handles_and_entries_and_no_longer");
 }
 
 #[test]

@@ -47,6 +47,7 @@
 
 mod canary;
 mod chain;
+mod core;
 mod entry;
 mod list;
 mod range;

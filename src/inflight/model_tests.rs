@@ -391,7 +391,7 @@ impl Model {
         for w in &self.waiting {
             assert_eq!(w.task.wakes(), w.wakes);
         }
-        assert_eq!(self.list.len(), self.held.iter().filter(|h| !h.range.is_empty()).count());
+        assert_eq!(self.list.len(), self.held.len());
         for look in [range(0, 4), range(7, 9), range(20, 1), range(0, 80)] {
             for kinds in [0b001, 0b110] {
                 let mut seen = Vec::new();
@@ -431,6 +431,7 @@ proptest! {
             }
             prop_assert!(left == 0 || model.waiting.len() < left, "nobody can go on");
         }
+        prop_assert_eq!(model.list.core().linked_count(&crate::sync::epoch::pin()), 0);
     }
 }
 

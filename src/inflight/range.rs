@@ -3,14 +3,14 @@
 use std::ops::ControlFlow;
 
 use super::chain;
-use super::entry::Node;
-use super::list::InflightList;
-use super::shard::Span;
+use super::core::Core;
+use super::entry::{Node, Ticket};
+use super::shard::{Number, WIDE};
 use crate::sync::atomic::Ordering::Acquire;
 use crate::sync::epoch::Guard;
 use crate::units::ByteRange;
 
-impl InflightList {
+impl Core {
     /// Calls `visit` for every live entry that overlaps `range` and is of one of `kinds`. An entry in several of the chains
     /// searched is met as often. Wait-free, except that the number of entries found is not bounded.
     pub(super) fn search<'g, B>(
@@ -18,66 +18,76 @@ impl InflightList {
         range: ByteRange,
         kinds: u8,
         guard: &'g Guard,
-        mut visit: impl FnMut(&'g Node, Place) -> ControlFlow<B>,
+        mut visit: impl FnMut(&'g Node, Ticket, Number) -> ControlFlow<B>,
     ) -> ControlFlow<B> {
         if range.is_empty() {
             return ControlFlow::Continue(());
         }
-        let mut look = |head, place| {
-            chain::walk(head, guard, |node: &'g Node| {
-                // The ticket word is read for the kind only, which never changes.
-                if node.range.overlaps(range)
-                    && kinds >> node.ticket().kind() & 1 != 0
-                    && !node.waiters.is_closed(guard)
-                {
-                    visit(node, place)
-                } else {
-                    ControlFlow::Continue(())
+        let shards = &self.shards;
+        let mut look = |number| {
+            // Acquire: see the module of `chain`.
+            chain::walk(shards.head(number).load(Acquire, guard), guard, |node: &'g Node| {
+                if node.range.overlaps(range) {
+                    let ticket = node.ticket();
+                    if kinds >> ticket.kind() & 1 != 0 && !ticket.is_dead() {
+                        return visit(node, ticket, number);
+                    }
                 }
+                ControlFlow::Continue(())
             })
         };
-        let shards = &self.shards;
-        // Acquire: see the module of `chain`.
-        look(shards.wide.head.load(Acquire, guard), Place::Wide)?;
-        match shards.span(range) {
-            span @ Span::Narrow(..) => {
-                for &number in span.numbers() {
-                    look(shards.narrow[number as usize].head.load(Acquire, guard), Place::Narrow(number))?;
-                }
-            }
-            Span::Wide => {
-                for (number, shard) in shards.narrow.iter().enumerate() {
-                    look(shard.head.load(Acquire, guard), Place::Narrow(number as u32))?;
-                }
-            }
+        look(WIDE)?;
+        if let Some(number) = shards.single(range) {
+            return look(number);
         }
-        ControlFlow::Continue(())
+        match shards.span(range).numbers() {
+            [WIDE] => shards.narrow().try_for_each(look),
+            numbers => numbers.iter().copied().try_for_each(look),
+        }
+    }
+
+    /// Whether a live entry of one of `kinds` overlaps `range`.
+    pub(super) fn any(&self, range: ByteRange, kinds: u8, guard: &Guard) -> bool {
+        self.search(range, kinds, guard, |_, _, _| ControlFlow::Break(())).is_break()
+    }
+
+    /// Number of live entries.
+    pub(super) fn len(&self, guard: &Guard) -> usize {
+        let mut count = 0;
+        self.walk_all(guard, |node, number| {
+            let first = self.shards.span(node.range).numbers()[0];
+            count += usize::from(number == first && !node.ticket().is_dead());
+        });
+        count
     }
 
     /// Number of links to entries, dead or alive.
     #[cfg(test)]
-    pub(super) fn linked_count(&self) -> usize {
-        let (guard, mut count) = (crate::sync::epoch::pin(), 0);
-        for shard in self.shards.narrow.iter().chain([&self.shards.wide]) {
-            let _ = chain::walk(shard.head.load(Acquire, &guard), &guard, |_| {
-                count += 1;
-                ControlFlow::<()>::Continue(())
-            });
-        }
+    pub(super) fn linked_count(&self, guard: &Guard) -> usize {
+        let mut count = 0;
+        self.walk_all(guard, |_, _| count += 1);
         count
     }
 
-    /// Whether `place` is the first one where a search for `range` meets `node`.
-    pub(super) fn is_first_meeting(&self, range: ByteRange, node: &Node, place: Place) -> bool {
-        let Place::Narrow(here) = place else { return true };
-        let theirs = self.shards.span(node.range);
-        let first = match self.shards.span(range) {
-            Span::Narrow(numbers, count) => {
-                numbers[..usize::from(count)].iter().find(|n| theirs.numbers().contains(n)).copied()
-            }
-            Span::Wide => theirs.numbers().iter().min().copied(),
+    /// Visits every link to an entry, dead or alive.
+    pub(super) fn walk_all<'g>(&self, guard: &'g Guard, mut visit: impl FnMut(&'g Node, Number)) {
+        for number in self.shards.narrow().chain([WIDE]) {
+            let _ = chain::walk(self.shards.head(number).load(Acquire, guard), guard, |node| {
+                visit(node, number);
+                ControlFlow::<()>::Continue(())
+            });
+        }
+    }
+
+    /// Whether the chain `here` is the first one in which a search for `range` meets `node`.
+    pub(super) fn is_first_meeting(&self, range: ByteRange, node: &Node, here: Number) -> bool {
+        let (ours, theirs) = (self.shards.span(range), self.shards.span(node.range));
+        let first = match (ours.numbers(), theirs.numbers()) {
+            (_, [WIDE]) => WIDE,
+            ([WIDE], numbers) => numbers.iter().copied().min().unwrap_or(here),
+            (ours, theirs) => ours.iter().copied().find(|n| theirs.contains(n)).unwrap_or(here),
         };
-        first == Some(here)
+        first == here
     }
 
     /// The youngest live entry that overlaps `range`, is of one of `kinds` and has a ticket below `before`; entries
@@ -93,22 +103,14 @@ impl InflightList {
         guard: &'g Guard,
     ) -> Option<&'g Node> {
         let mut found: Option<(&'g Node, u64)> = None;
-        let _ = self.search(range, kinds, guard, |node, _| {
-            if node.is_older_than(before) {
-                let number = node.ticket().number().unwrap_or(0);
-                if found.is_none_or(|(_, best)| number > best) {
-                    found = Some((node, number));
-                }
+        let _ = self.search(range, kinds, guard, |node, ticket, _| {
+            if let Some(number) = node.number_below(before, ticket)
+                && found.is_none_or(|(_, best)| number > best)
+            {
+                found = Some((node, number));
             }
             ControlFlow::<()>::Continue(())
         });
         found.map(|(node, _)| node)
     }
-}
-
-/// The chain a search is in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    Wide,
-    Narrow(u32),
 }

@@ -70,11 +70,6 @@ impl WaitList {
         Self { head: Atomic::null() }
     }
 
-    /// Whether the entry has been removed.
-    pub(super) fn is_closed(&self, guard: &Guard) -> bool {
-        chain::is_closed(&self.head, guard)
-    }
-
     /// Number of waiters in the chain.
     #[cfg(test)]
     pub(super) fn count(&self) -> usize {
@@ -86,20 +81,11 @@ impl WaitList {
         count
     }
 
-    /// Linearization point of an entry's removal. What has to be woken is in the answer.
-    pub(super) fn close<'g>(&self, guard: &'g Guard) -> Closed<'g> {
-        Closed(chain::close(&self.head, guard))
-    }
-}
-
-/// The waiters of an entry that has been removed.
-pub(super) struct Closed<'g>(Shared<'g, Waiter>);
-
-impl Closed<'_> {
-    /// Ends all waits. Must happen before the entry is retired: a waiter that gives up reads the entry until then.
-    pub(super) fn end(self, guard: &Guard) -> Wakers {
+    /// Ends all waits, after which there can be none. The entry must be retired after this call: a waiter that gives up reads
+    /// it until its wait has ended.
+    pub(super) fn close(&self, guard: &Guard) -> Wakers {
         let mut wakers = Wakers(SmallVec::new());
-        let _ = chain::walk(self.0, guard, |waiter| {
+        let _ = chain::walk(chain::close(&self.head, guard), guard, |waiter| {
             wakers.0.extend(waiter.end(WOKEN));
             ControlFlow::<()>::Continue(())
         });

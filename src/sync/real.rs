@@ -3,6 +3,7 @@
 pub use std::sync::atomic;
 pub use std::sync::{Arc, Weak};
 pub use std::thread;
+pub use std::thread_local;
 
 /// Epoch-based reclamation.
 pub use crossbeam::epoch;
