@@ -96,6 +96,11 @@ impl Cx {
         self.exec.env()
     }
 
+    /// Tells executors apart while they live; a queue of a host is one.
+    pub fn executor_id(&self) -> usize {
+        Arc::as_ptr(&self.exec).addr()
+    }
+
     /// The same executor without the request's cancel: for work that others rely on.
     pub fn detached(&self) -> Self {
         Self { exec: self.exec.clone(), cancel: None }
