@@ -185,18 +185,20 @@ fn pieces(req: &Request, align: u64) -> impl Iterator<Item = (ByteRange, Buffers
     })
 }
 
-/// A counting semaphore for tasks.
+/// A counting semaphore for tasks: bounds the bounce buffers of one node.
 #[derive(Debug, Default)]
-struct Permits {
+pub(super) struct Permits {
     used: AtomicUsize,
     freed: Event,
 }
 
+/// The right to one bounce buffer.
 #[derive(Debug)]
-struct Permit<'a>(&'a Permits);
+pub(super) struct Permit<'a>(&'a Permits);
 
 impl Permits {
-    async fn take(&self) -> Permit<'_> {
+    /// Waits for a permit; hold no in-flight entry meanwhile.
+    pub(super) async fn take(&self) -> Permit<'_> {
         loop {
             if let Some(p) = self.try_take() {
                 return p;
