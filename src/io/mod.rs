@@ -12,6 +12,7 @@
 mod align;
 mod engine_set;
 pub mod file;
+pub mod host;
 pub mod memory;
 pub mod null;
 pub mod pool;
