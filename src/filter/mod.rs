@@ -7,6 +7,7 @@
 //! Filters know the waist and the foundations, never each other and never what is above, but for [`crate::graph::OpenCx`], which a
 //! driver's open function is handed.
 
+pub mod cbw;
 pub mod fault;
 pub mod passthrough;
 #[cfg(test)]

@@ -58,7 +58,16 @@ impl Graph {
 
     /// Registers a node made elsewhere (host backends). `name` empty: generated.
     pub fn add_node(&self, name: &str, node: Arc<dyn Node>) -> Result<Arc<Vertex>> {
-        let name = if name.is_empty() { self.generated_name() } else { check_name("node", name)?.to_owned() };
+        let name = if name.is_empty() { self.generated_name() } else { self.checked_node_name(name)? };
+        self.insert_node(name, node)
+    }
+
+    /// A name that a node may be given.
+    pub(super) fn checked_node_name(&self, name: &str) -> Result<String> {
+        check_name("node", name).map(str::to_owned)
+    }
+
+    pub(super) fn insert_node(&self, name: String, node: Arc<dyn Node>) -> Result<Arc<Vertex>> {
         let mut names = self.names.lock();
         if names.nodes.contains_key(&name) || names.disks.contains_key(&name) {
             return Err(Error::busy(format!("the name '{name}' is in use")));

@@ -13,6 +13,7 @@ use crate::sync::Arc;
 pub struct OpenCx<'a> {
     graph: &'a Arc<Graph>,
     depth: usize,
+    name: &'a str,
     below: Option<Arc<dyn Node>>,
 }
 
@@ -20,6 +21,11 @@ impl OpenCx<'_> {
     /// The graph.
     pub fn graph(&self) -> &Arc<Graph> {
         self.graph
+    }
+
+    /// The name the node will have, for its reports and events.
+    pub fn name(&self) -> &str {
+        self.name
     }
 
     /// The environment.
@@ -87,6 +93,7 @@ fn open(
     if below.is_some() && !driver.is_filter {
         return Err(Error::invalid(format!("driver '{}' is not a filter", driver.name)));
     }
-    let node = (driver.open)(&OpenCx { graph, depth, below }, options)?;
-    graph.add_node(&name, node)
+    let name = if name.is_empty() { graph.generated_name() } else { graph.checked_node_name(&name)? };
+    let node = (driver.open)(&OpenCx { graph, depth, name: &name, below }, options)?;
+    graph.insert_node(name, node)
 }

@@ -2,7 +2,7 @@
 
 use super::open::OpenCx;
 use crate::error::Result;
-use crate::filter::{fault, passthrough, throttle};
+use crate::filter::{cbw, fault, passthrough, throttle};
 use crate::format::raw::{RAW_PROPS, RawNode};
 use crate::io::file::{FILE_PROPS, FileNode};
 use crate::io::memory::{MEMORY_PROPS, MemoryNode};
@@ -26,6 +26,13 @@ pub struct Driver {
 
 /// All drivers, by name.
 pub static DRIVERS: &[Driver] = &[
+    Driver { name: "copy-before-write", is_filter: true, props: &cbw::CBW_PROPS, open: cbw::CbwNode::open },
+    Driver {
+        name: "snapshot-access",
+        is_filter: false,
+        props: &cbw::ACCESS_PROPS,
+        open: cbw::SnapshotAccess::open,
+    },
     Driver { name: "fault", is_filter: true, props: &fault::PROPS, open: fault::Fault::open },
     Driver {
         name: "passthrough",

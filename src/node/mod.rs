@@ -71,6 +71,9 @@ pub trait Node: Send + Sync + Debug + Any {
         Box::pin(async move { Ok(Reservation::unbounded(len)) })
     }
 
+    /// Forgets data that is parked for a reader who will never come (S29): buffers go when their last I/O has ended. Nothing to do for a node that parks none.
+    fn abandon(&self) {}
+
     /// Sets a live property; unknown or read-only keys are refused with a message that names the key.
     fn set(&self, key: &str, value: &str) -> Result<()> {
         let _ = value;

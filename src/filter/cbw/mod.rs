@@ -1,0 +1,53 @@
+//! copy-before-write: keeps the disk as it was at one instant while the guest goes on writing.
+//!
+//! The filter stands above the source `S`. Before a guest write, write-zeroes or discard reaches a granule of `S` for the first time, the granule's old data is
+//! read and written to the node `target`; with a RAM cache as the target that write is done when the data is in memory, so the guest waits for one read of
+//! `S` and for nothing else. Where the target keeps the data (RAM, spill file, disk) is the target's business: the filter knows that a granule is *preserved*.
+//!
+//! # State of a granule
+//!
+//! One byte each (`state.rs`): NEEDED -> READING -> PRESERVED, or RELEASED, or LOST; and the mark CLEAR, the only thing the fast path looks at (S71): the
+//! granule has left NEEDED *and* the snapshot reads registered at `S` before that have ended. Blocks of states are made when
+//! one of their granules first leaves NEEDED, so starting costs next to nothing whatever the size of the disk (S59).
+//!
+//! # Who waits for whom
+//!
+//! Everything that orders requests is an entry of one in-flight list (`fence.rs`):
+//! - COPY over the granules that are being read or, without a cache, written. It belongs to the task that copies, not to the request that caused it (S8): a
+//!   request that gives up (timeout, cancel) leaves the copy running. Writers that meet READING wait for the entry, then look again.
+//! - FROZEN over a piece of at most 1 MiB that a snapshot read takes from `S`, for the time of that read (S5). The reader registers first and then looks at the
+//!   states; the writer publishes the state first and then looks for readers; the list fences both (S15).
+//!
+//! Space at the target is reserved before anything is claimed and before the read (S41, S43): a request that waits for space holds no claim.
+//!
+//! # When it goes wrong
+//!
+//! `policy.rs` decides, once, what an error means (S27, S28, S30); a broken snapshot stops copying at once, lets everybody go, and every later request passes (S29).
+//! A copy that comes late finds the granule LOST, or the snapshot broken, and is dropped (S34).
+//!
+//! # Not guaranteed
+//!
+//! The filter orders no guest requests among each other. After a crash the snapshot is gone and `S` is as the guest wrote it (S25).
+//!
+//! Locks: `transit` (buffers of background copies on their way to the target) and those of the logs, all leaf locks, none held across an await.
+//!
+//! Start reading at `guest.rs` (what a guest write does), then `copy.rs`, then `access.rs` (the view).
+
+mod access;
+mod copy;
+mod fence;
+mod guest;
+mod node;
+mod options;
+mod point;
+mod policy;
+mod readahead;
+mod state;
+mod stats;
+#[cfg(test)]
+mod tests;
+
+pub use access::{ACCESS_PROPS, SnapshotAccess};
+pub use copy::{CopyError, CopyOutcome};
+pub use node::CbwNode;
+pub use options::CBW_PROPS;
