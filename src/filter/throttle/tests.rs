@@ -428,3 +428,46 @@ fn groups_are_made_from_both_spellings_and_names_are_unique() {
 fn the_property_table_is_sound() {
     PROPS.check().unwrap();
 }
+
+#[test]
+fn no_wake_up_is_lost_when_threads_wait_cancel_and_change_the_limits() {
+    let env = crate::queue::testing::env(1);
+    let groups = ThrottleGroups::new(env.runtime.clock.clone());
+    let group = groups.create("g", Options::parse("limits.iops-total=50000").unwrap()).unwrap();
+    let below = Recorder::new(&env, 1 << 20);
+    let graph = Graph::new(env.clone());
+    let clients: Vec<_> = (0..2)
+        .map(|client| {
+            let disk = graph.add_disk(&format!("d{client}")).unwrap();
+            let node = Throttle::new(Edge::to_node(below.clone()), &group, groups.clone());
+            graph.insert(&disk, Some(Vertex::new(format!("t{client}"), node))).unwrap();
+            crate::sync::thread::spawn(move || {
+                let queue = Queue::new(&disk, 8).unwrap();
+                let mut cancelled = 0;
+                for round in 0..100 {
+                    for i in 0..8 {
+                        submit(&queue, i, if i % 2 == 0 { write(0, 512) } else { read(0, 512) });
+                    }
+                    queue.cancel(round % 8);
+                    let done = reap(&queue, 8);
+                    assert_eq!(done.len(), 8);
+                    cancelled += done.iter().filter(|c| c.res < 0).count();
+                }
+                800 - cancelled
+            })
+        })
+        .collect();
+    let changer = {
+        let group = group.clone();
+        crate::sync::thread::spawn(move || {
+            for i in 0..400 {
+                group.set("iops-total", ["20000", "100000", "0"][i % 3]).unwrap();
+                crate::sync::thread::yield_now();
+            }
+        })
+    };
+    changer.join().unwrap();
+    let carried_out: usize = clients.into_iter().map(|c| c.join().unwrap()).sum();
+    assert_eq!(below.seen().len(), carried_out);
+    assert_eq!(group.waiting(), 0);
+}
