@@ -120,7 +120,7 @@ impl Env {
 
     /// Ends the workers and waits for their threads. Tasks that are still waiting are dropped.
     pub fn shut_down(&self) {
-        self.stop.store(true, Ordering::Release);
+        self.stop.store(true, Ordering::SeqCst);
         let (execs, threads) = {
             let mut w = self.workers.lock();
             (std::mem::take(&mut w.execs), std::mem::take(&mut w.threads))
@@ -283,9 +283,11 @@ impl Env {
 
     fn worker(self: &Arc<Self>, exec: &Arc<Exec>) {
         NO_BLOCKING.set(1);
-        while !self.stop.load(Ordering::Acquire) {
+        while !self.stop.load(Ordering::SeqCst) {
             let mut driver = exec.own_drive();
-            if !exec.pass(&mut driver) {
+            // SeqCst, partner of the store in `shut_down`: its wake-up goes unwritten if it comes before the pass clears `awake`, and then this
+            // load sees the flag.
+            if !exec.pass(&mut driver) && !self.stop.load(Ordering::SeqCst) {
                 exec.wait(&mut driver, None);
             }
         }
