@@ -14,6 +14,8 @@ mod engine_set;
 pub mod file;
 pub mod host;
 pub mod memory;
+#[cfg(feature = "nbd")]
+pub mod nbd;
 pub mod null;
 pub mod pool;
 mod progress;
