@@ -13,6 +13,8 @@ pub mod units;
 pub mod context;
 #[cfg(not(cobweb_loom))]
 pub mod events;
+#[cfg(all(feature = "nbd", not(cobweb_loom)))]
+pub mod export;
 #[cfg(not(cobweb_loom))]
 pub mod filter;
 #[cfg(not(cobweb_loom))]

@@ -82,6 +82,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/io/align.rs", "bounce buffers"),
     ("src/io/file/sys.rs", "system calls on files"),
     ("src/io/uring/ring.rs", "the rings shared with the kernel"),
+    ("src/export/nbd/sys.rs", "scatter-gather transfers between sockets and request memory, and poll"),
     ("src/export/vhost_user/memory.rs", "guest memory"),
 ];
 
