@@ -60,3 +60,21 @@ pub fn find_driver(name: &str) -> Option<&'static Driver> {
     };
     DRIVERS.iter().find(|d| d.name == name)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_driver_has_a_sound_table_under_its_own_name() {
+        for driver in DRIVERS {
+            assert_eq!(driver.props.driver, driver.name);
+            driver.props.check().unwrap();
+            assert!(
+                find_driver(driver.name).is_some_and(|d| std::ptr::eq(d, driver)),
+                "{} twice",
+                driver.name
+            );
+        }
+    }
+}
