@@ -239,7 +239,9 @@ impl Drop for Entry {
             }
         }
         drop(guard);
-        wakers.wake();
+        if let Some(wakers) = wakers {
+            wakers.wake();
+        }
     }
 }
 

@@ -27,7 +27,7 @@ pub struct Config {
     /// log2 of the bytes of a shard unit, at most 62. Entries of up to twice that length are cheap; longer ones are wide
     /// (see the module).
     pub shard_bytes_log2: u32,
-    /// log2 of the number of shards, at most 16. A shard takes 64 bytes; about as many shards as entries expected.
+    /// log2 of the number of shards, at most 16. A shard takes 8 bytes; as many shards as entries expected, or more.
     pub shards_log2: u32,
     /// `conflicts[k]`: bit mask of the kinds that kind `k` conflicts with. Symmetric.
     pub conflicts: [u8; KINDS_MAX as usize],

@@ -19,15 +19,18 @@
 //! - What the owner of an entry did before dropping it is visible to whoever no longer finds it: `acquire`,
 //!   `wait_clear`, `try_acquire` and `any` synchronise with the removals they act upon.
 //! - An empty range conflicts with nothing and is never found.
+//! - Entries and futures may outlive the last handle of their list.
 //!
 //! # Cost
 //!
 //! An entry is in the chains of the shard units it touches, so what happens elsewhere does not concern it and the cost
 //! does not grow with the number in flight, as long as there are about as many shards as entries. All insertions share
 //! one counter. An entry longer than two units may be *wide*: it is in one extra chain, which every search of the list
-//! walks, and its own search walks all shards. That is right but slow; callers enter long requests in pieces.
+//! walks, and its own search walks all shards (as `len` and `is_empty` do). That is right but slow; callers enter long
+//! requests in pieces.
 //!
-//! A wait costs one small allocation. Giving up walks the waiters that came to the same entry later.
+//! An insertion takes one cache line of memory, from a pool as a rule. A wait costs one small allocation. Giving up walks
+//! the waiters that came to the same entry later.
 //!
 //! # Limits
 //!
@@ -41,15 +44,18 @@
 //! # Where to read
 //!
 //! `list` has the calls, `entry` the node and the draw of the ticket, `range` the search, `chain` the linked list itself
-//! with the papers it comes from, `waiter` the protocol of wait, wake and give up, `reclaim` the rule of epochs, `shard`
-//! the mapping. `docs/design/inflight.md` argues the orderings. No locks. Every linearization point is marked:
-//! insertion is the exchange in `Node::draw`, removal `WaitList::close`, wake-up and giving up `Waiter::end`.
+//! with the papers it comes from, `waiter` the protocol of wait, wake and give up, `shard` the mapping, `core` what entries
+//! share and how long it lives, `reclaim` the rule of epochs, `pool` the memory of nodes, `canary` the planted bugs.
+//! `docs/design/inflight.md` argues the orderings. No locks. Every linearization point is marked: insertion is the
+//! exchange in `Node::draw`, removal `Node::die`, wake-up and giving up `Waiter::end`.
 
 mod canary;
 mod chain;
 mod core;
 mod entry;
 mod list;
+#[cfg(not(any(cobweb_loom, feature = "sim")))]
+mod pool;
 mod range;
 mod reclaim;
 mod shard;

@@ -9,12 +9,17 @@ use std::ptr::NonNull;
 use super::canary::canary;
 use super::core::Core;
 use super::entry::Node;
+#[cfg(not(any(cobweb_loom, feature = "sim")))]
+use super::pool as memory;
 use super::waiter::Waiter;
 use crate::sync::epoch::{Guard, Shared};
 
+#[cfg(any(cobweb_loom, feature = "sim"))]
+use plain as memory;
+
 /// A node on the heap.
 pub(super) fn new_node(node: Node) -> NonNull<Node> {
-    let memory = pool::take();
+    let memory = memory::take();
     // SAFETY: the memory has a node's layout and is nobody else's.
     unsafe { memory.write(node) };
     memory
@@ -30,7 +35,7 @@ pub(super) unsafe fn retire_node(node: Shared<'_, Node>, guard: &Guard) {
         // SAFETY: nobody else can reach it any more. `node` came from a `NonNull`.
         unsafe {
             node.drop_in_place();
-            pool::give(NonNull::new_unchecked(node));
+            memory::give(NonNull::new_unchecked(node));
         }
     };
     if canary("free-at-once") {
@@ -91,99 +96,21 @@ impl Drop for Watch {
     }
 }
 
-/// Memory of freed nodes, kept per thread. Nodes are aligned to cache lines, for which the system's allocator takes longer
-/// than the list for all the rest of an insertion and removal.
-#[cfg(not(any(cobweb_loom, feature = "sim")))]
-mod pool {
-    use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
-    use std::cell::Cell;
-    use std::ptr::{self, NonNull};
-
-    use super::Node;
-    use crate::sync::thread_local;
-
-    /// Pieces a thread keeps. A collection frees up to 8 bags of 64, on average one; 32 KiB.
-    const KEPT_MAX: usize = 512;
-
-    struct Free {
-        next: *mut Free,
-    }
-
-    struct Pool {
-        first: Cell<*mut Free>,
-        count: Cell<usize>,
-    }
-
-    thread_local! {
-        static POOL: Pool = const { Pool { first: Cell::new(ptr::null_mut()), count: Cell::new(0) } };
-    }
-
-    const LAYOUT: Layout = Layout::new::<Node>();
-    const _: () = assert!(LAYOUT.size() == 64 && LAYOUT.align() == 64, "a node is one cache line");
-
-    /// Memory for a node, not initialised.
-    pub(super) fn take() -> NonNull<Node> {
-        // No pool while the thread ends.
-        POOL.try_with(Pool::take).ok().flatten().unwrap_or_else(|| {
-            // SAFETY: the layout is not empty.
-            NonNull::new(unsafe { alloc(LAYOUT) }.cast()).unwrap_or_else(|| handle_alloc_error(LAYOUT))
-        })
-    }
-
-    /// Takes memory back.
-    ///
-    /// # Safety
-    /// It came from [`take`], perhaps on another thread, and nobody uses it.
-    pub(super) unsafe fn give(memory: NonNull<Node>) {
-        if !POOL.try_with(|pool| pool.give(memory.cast())).unwrap_or(false) {
-            // SAFETY: allocated by `take` with this layout.
-            unsafe { dealloc(memory.as_ptr().cast(), LAYOUT) };
-        }
-    }
-
-    impl Pool {
-        fn take(&self) -> Option<NonNull<Node>> {
-            let first = NonNull::new(self.first.get())?;
-            // SAFETY: what is in the pool is a `Free` of its own.
-            self.first.set(unsafe { first.as_ref() }.next);
-            self.count.set(self.count.get() - 1);
-            Some(first.cast())
-        }
-
-        fn give(&self, memory: NonNull<Free>) -> bool {
-            let room = self.count.get() < KEPT_MAX;
-            if room {
-                // SAFETY: it is ours now and large enough.
-                unsafe { memory.write(Free { next: self.first.get() }) };
-                self.first.set(memory.as_ptr());
-                self.count.set(self.count.get() + 1);
-            }
-            room
-        }
-    }
-
-    impl Drop for Pool {
-        fn drop(&mut self) {
-            while let Some(memory) = self.take() {
-                // SAFETY: allocated by `take` with this layout.
-                unsafe { dealloc(memory.as_ptr().cast(), LAYOUT) };
-            }
-        }
-    }
-}
-
-/// The same without keeping anything, so that loom and ASan see every use after free.
+/// Without a pool, so that loom and ASan see every use after free.
 #[cfg(any(cobweb_loom, feature = "sim"))]
-mod pool {
+mod plain {
     use std::mem::MaybeUninit;
     use std::ptr::NonNull;
 
     use super::Node;
 
+    /// Memory for a node, not initialised.
     pub(super) fn take() -> NonNull<Node> {
         NonNull::from(Box::leak(Box::<Node>::new_uninit())).cast()
     }
 
+    /// Takes memory back.
+    ///
     /// # Safety
     /// It came from [`take`] and nobody uses it.
     pub(super) unsafe fn give(memory: NonNull<Node>) {

@@ -83,13 +83,17 @@ impl WaitList {
 
     /// Ends all waits, after which there can be none. The entry must be retired after this call: a waiter that gives up reads
     /// it until its wait has ended.
-    pub(super) fn close(&self, guard: &Guard) -> Wakers {
+    pub(super) fn close(&self, guard: &Guard) -> Option<Wakers> {
+        let first = chain::close(&self.head, guard);
+        if first.is_null() {
+            return None;
+        }
         let mut wakers = Wakers(SmallVec::new());
-        let _ = chain::walk(chain::close(&self.head, guard), guard, |waiter| {
+        let _ = chain::walk(first, guard, |waiter| {
             wakers.0.extend(waiter.end(WOKEN));
             ControlFlow::<()>::Continue(())
         });
-        wakers
+        Some(wakers)
     }
 }
 
