@@ -11,6 +11,8 @@
 
 mod align;
 mod engine_set;
+#[cfg(test)]
+mod engine_tests;
 pub mod file;
 pub mod host;
 pub mod memory;
@@ -80,6 +82,14 @@ pub struct EngineOp {
     pub class: Class,
     /// Returned with the completion.
     pub tag: Tag,
+}
+
+impl EngineOp {
+    /// Fills the buffers with zeros behind the first `done` bytes.
+    fn fill_rest(&self, done: u64) {
+        let done = done as usize;
+        self.bufs.slice(done, self.bufs.len() - done).fill(0);
+    }
 }
 
 /// What a completion belongs to.

@@ -28,7 +28,7 @@ pub struct SystemEngines {
 /// Whether io_uring can be used here: asked once, by making a ring.
 pub fn uring_allowed() -> bool {
     static ALLOWED: OnceCell<bool> = OnceCell::new();
-    *ALLOWED.get_or_init(|| !threads_forced() && super::uring::UringEngine::new(1).is_ok())
+    *ALLOWED.get_or_init(|| !threads_forced() && super::uring::probe().is_ok())
 }
 
 fn threads_forced() -> bool {
@@ -39,7 +39,7 @@ impl SystemEngines {
     /// Engines of this kind, with a pool of their own.
     pub fn new(kind: EngineKind, runtime: &crate::rt::Runtime) -> Arc<Self> {
         let rings = kind == EngineKind::Auto && uring_allowed();
-        Arc::new(Self { rings, pool: Pool::new(runtime.spawn.clone()) })
+        Arc::new(Self { rings, pool: Pool::new(runtime) })
     }
 }
 
@@ -53,8 +53,7 @@ impl EngineFactory for SystemEngines {
                 Err(e) => return Err(Error::os(e, "cannot make an io_uring")),
             }
         }
-        let engine = PoolEngine::new(depth, &self.pool).map_err(|e| Error::os(e, "cannot make a queue"))?;
-        Ok(Box::new(engine))
+        Ok(Box::new(PoolEngine::new(depth, &self.pool)))
     }
 
     fn run_blocking(&self, job: Box<dyn FnOnce() + Send>) {

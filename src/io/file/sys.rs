@@ -69,18 +69,6 @@ pub(in crate::io) fn set_io_priority(prio: u16) {
     }
 }
 
-/// Waits until `fd` is readable or `timeout` has passed.
-pub(in crate::io) fn poll_readable(fd: RawFd, timeout: Option<Duration>) {
-    let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    let spec = timeout.map(|t| libc::timespec {
-        tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(t.subsec_nanos()),
-    });
-    let spec = spec.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: one pollfd; the time is valid or NULL.
-    unsafe { libc::ppoll(&raw mut p, 1, spec, std::ptr::null()) };
-}
-
 /// Sleeps on a thread that may block.
 pub(in crate::io) fn sleep(d: Duration) {
     std::thread::sleep(d);
@@ -227,4 +215,13 @@ pub fn attribute(file: &impl AsRawFd, name: &str) -> std::io::Result<Option<Vec<
 fn attribute_name(name: &str) -> std::io::Result<CString> {
     CString::new(std::ffi::OsStr::new(name).as_bytes())
         .map_err(|_| std::io::Error::from_raw_os_error(libc::EINVAL))
+}
+
+/// Whether `fd` is readable within `timeout`.
+#[cfg(test)]
+pub(in crate::io) fn is_readable(fd: RawFd, timeout: Duration) -> bool {
+    let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    let ms = c_int::try_from(timeout.as_millis()).unwrap_or(c_int::MAX);
+    // SAFETY: one pollfd.
+    unsafe { libc::poll(&raw mut p, 1, ms) == 1 }
 }

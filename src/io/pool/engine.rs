@@ -4,11 +4,13 @@ use super::{ENGINE_THREADS_MAX, Pool};
 use crate::error::{IoError, IoResult};
 use crate::io::file::sys;
 use crate::io::progress::{Progress, Step};
-use crate::io::{Completion, Engine, EngineOp, FileOpKind, Notify};
+use crate::io::{Completion, Engine, EngineOp, FileOpKind, Notify, fill_iovecs, io_priority};
 use crate::queue::EventFd;
 use crate::rt::Instant;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Condvar, Mutex};
+use once_cell::sync::OnceCell;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::time::Duration;
@@ -21,7 +23,10 @@ pub struct PoolEngine {
     running: usize,
     backlog: VecDeque<EngineOp>,
     done: Arc<Done>,
+    /// Present when this engine stands alone.
+    own: Option<Arc<Signal>>,
     timer: Option<Instant>,
+    timer_id: u64,
 }
 
 /// Where threads put what has ended.
@@ -31,71 +36,91 @@ struct Done {
     notify: Arc<dyn Notify>,
     /// Whether the owner has been woken since it last looked.
     told: AtomicBool,
-    /// Present when this engine stands alone.
-    own: Option<Arc<Signal>>,
 }
 
-/// The eventfd of an engine that stands alone: for `wait` and for the host.
+/// What an engine that stands alone waits on, and the eventfd of its host.
 #[derive(Debug)]
-pub struct Signal {
-    fd: EventFd,
+struct Signal {
+    woken: Mutex<bool>,
+    changed: Condvar,
+    host: OnceCell<EventFd>,
     armed: AtomicBool,
-    /// Ends `wait` also while the host does not want to be told.
-    inner: EventFd,
+    /// The host's fd has been signalled since it was last read.
+    signalled: AtomicBool,
+}
+
+impl Signal {
+    fn tell_host(&self) {
+        if let Some(fd) = self.host.get() {
+            fd.signal();
+            // After the write: a flag set before it could be cleared by a read that comes too early, and the fd would stay readable.
+            // Release: partner of the Acquire in `clear_event`.
+            self.signalled.store(true, Ordering::Release);
+        }
+    }
 }
 
 impl Notify for Signal {
     fn wake(&self) {
-        self.inner.signal();
+        *self.woken.lock() = true;
+        self.changed.notify_one();
+        // Acquire: partner of the Release in `arm`.
         if self.armed.load(Ordering::Acquire) {
-            self.fd.signal();
+            self.tell_host();
         }
     }
 }
 
 impl PoolEngine {
     /// An engine that stands alone.
-    pub fn new(depth: u32, pool: &Arc<Pool>) -> std::io::Result<Self> {
-        let own =
-            Arc::new(Signal { fd: EventFd::new()?, armed: AtomicBool::new(true), inner: EventFd::new()? });
-        Ok(Self::over(depth, pool, own.clone(), Some(own)))
+    pub fn new(depth: u32, pool: &Arc<Pool>) -> Self {
+        let own = Arc::new(Signal {
+            woken: Mutex::new(false),
+            changed: Condvar::new(),
+            host: OnceCell::new(),
+            armed: AtomicBool::new(true),
+            signalled: AtomicBool::new(false),
+        });
+        Self::over(depth, pool, own.clone(), Some(own))
     }
 
-    /// An engine beside a ring: `notify` wakes the ring.
+    /// An engine beside a ring: `notify` wakes the ring, which has the event fd and the timer.
     pub fn beside(depth: u32, pool: &Arc<Pool>, notify: Arc<dyn Notify>) -> Self {
         Self::over(depth, pool, notify, None)
     }
 
     fn over(depth: u32, pool: &Arc<Pool>, notify: Arc<dyn Notify>, own: Option<Arc<Signal>>) -> Self {
-        let done = Done { list: Mutex::default(), notify, told: AtomicBool::new(false), own };
+        let done = Done { list: Mutex::default(), notify, told: AtomicBool::new(false) };
         Self {
             pool: pool.clone(),
             depth: (depth as usize).clamp(1, ENGINE_THREADS_MAX),
             running: 0,
             backlog: VecDeque::new(),
             done: Arc::new(done),
+            own,
             timer: None,
+            timer_id: pool.timers.new_id(),
         }
     }
 
     fn start(&mut self, op: EngineOp) {
         self.running += 1;
         let done = self.done.clone();
-        self.pool.run(Box::new(move || {
+        let priority = io_priority(op.class);
+        let job = move || {
             let result = perform(&op);
-            let EngineOp { tag, .. } = op;
+            // The file and the buffers go before anybody hears of the end.
+            let EngineOp { tag, op, bufs, .. } = op;
+            drop((op, bufs));
             done.put(Completion { tag, result });
-        }));
+        };
+        self.pool.run_at(priority, Box::new(job));
     }
 }
 
 impl Done {
     fn put(&self, c: Completion) {
         self.list.lock().push(c);
-        self.tell();
-    }
-
-    fn tell(&self) {
         // AcqRel with the swap in `reap`: either the owner's look sees the completion, or this swap sees the flag clear.
         if !self.told.swap(true, Ordering::AcqRel) {
             self.notify.wake();
@@ -104,32 +129,44 @@ impl Done {
 }
 
 /// Carries out one operation to its end on this thread.
-pub(in crate::io) fn perform(e: &EngineOp) -> IoResult {
+fn perform(e: &EngineOp) -> IoResult {
+    thread_local! {
+        /// Kept for the next operation.
+        static IOV: Cell<Vec<libc::iovec>> = const { Cell::new(Vec::new()) };
+    }
+    let mut iov = IOV.take();
+    let result = transfer(e, &mut iov);
+    iov.clear();
+    IOV.set(iov);
+    result
+}
+
+fn transfer(e: &EngineOp, iov: &mut Vec<libc::iovec>) -> IoResult {
     let op = &e.op;
-    sys::set_io_priority(crate::io::io_priority(e.class));
     let fd = op.file.raw_fd(op);
-    let mut iov = Vec::new();
     let mut progress = Progress::NEW;
     loop {
         let result = match op.kind {
             FileOpKind::Sync => sys::fdatasync(fd),
             FileOpKind::Allocate(mode) => sys::fallocate(fd, mode, op.offset, op.len),
             FileOpKind::Read | FileOpKind::Write => {
-                crate::io::fill_iovecs(&mut iov, &e.bufs, progress.done as usize);
+                fill_iovecs(iov, &e.bufs, progress.done as usize);
                 let at = op.offset + progress.done;
                 // The buffers belong to the operation until it has ended.
                 if op.kind == FileOpKind::Read {
-                    sys::preadv(fd, &iov, at)
+                    sys::preadv(fd, iov, at)
                 } else {
-                    sys::pwritev(fd, &iov, at, op.dsync)
+                    sys::pwritev(fd, iov, at, op.dsync)
                 }
             }
         };
         match progress.step(op.kind, op.offset, op.len, op.file.offset_align(), result) {
             Step::Done => return Ok(()),
-            Step::Again(_) => {}
-            Step::Zeros(done) => {
-                e.bufs.slice(done as usize, e.bufs.len() - done as usize).fill(0);
+            Step::Again => {}
+            // The thread is there to wait; 16 times at most.
+            Step::Later => sys::sleep(Duration::from_millis(1)),
+            Step::Zeros => {
+                e.fill_rest(progress.done);
                 return Ok(());
             }
             Step::Fail(errno) => return Err(IoError::os(errno)),
@@ -149,8 +186,8 @@ impl Engine for PoolEngine {
     fn kick(&mut self) {}
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
-        // Cleared before the look; partner of the swap in `tell`.
-        if self.running == 0 || !self.done.told.swap(false, Ordering::AcqRel) {
+        // Cleared before the look; partner of the swap in `put`. The plain look first keeps the common case free of a locked instruction.
+        if !self.done.told.load(Ordering::Relaxed) || !self.done.told.swap(false, Ordering::AcqRel) {
             return;
         }
         let list = std::mem::take(&mut *self.done.list.lock());
@@ -164,10 +201,15 @@ impl Engine for PoolEngine {
     }
 
     fn wait(&mut self, timeout: Option<Duration>) {
-        if let Some(own) = &self.done.own {
-            sys::poll_readable(own.inner.raw(), timeout);
-            own.inner.clear();
+        let Some(own) = &self.own else { return };
+        let mut woken = own.woken.lock();
+        if !*woken {
+            woken = match timeout {
+                None => own.changed.wait(woken),
+                Some(t) => own.changed.wait_timeout(woken, t),
+            };
         }
+        *woken = false;
     }
 
     fn in_flight(&self) -> usize {
@@ -179,44 +221,50 @@ impl Engine for PoolEngine {
     }
 
     fn event_fd(&mut self) -> std::io::Result<RawFd> {
-        match &self.done.own {
-            Some(own) => Ok(own.fd.raw()),
+        match &self.own {
+            Some(own) => Ok(own.host.get_or_try_init(EventFd::new)?.raw()),
             None => Err(std::io::Error::from_raw_os_error(libc::ENOTSUP)),
         }
     }
 
     fn clear_event(&mut self) {
-        if let Some(own) = &self.done.own {
-            own.fd.clear();
+        // Acquire: partner of the Release in `tell_host`, so the read comes after the write.
+        if let Some(own) = &self.own
+            && own.signalled.load(Ordering::Acquire)
+            && let Some(fd) = own.host.get()
+        {
+            own.signalled.store(false, Ordering::Relaxed);
+            fd.clear();
         }
     }
 
     fn arm(&mut self, on: bool) -> std::io::Result<()> {
-        if let Some(own) = &self.done.own {
+        if let Some(own) = &self.own {
             own.armed.store(on, Ordering::Release);
             if on {
-                own.fd.signal();
-            } else {
-                own.fd.clear();
+                // What came while nobody was to be told.
+                own.tell_host();
             }
         }
         Ok(())
     }
 
     fn set_timer(&mut self, at: Option<Instant>, now: Instant) {
-        let Some(at) = at else { return };
-        if self.timer.is_some_and(|t| t <= at && t > now) {
+        // As with the ring: an early timer ends in one look for nothing, so only an earlier one has to be set. One that has passed has fired.
+        let (Some(at), Some(own)) = (at, &self.own) else { return };
+        if own.host.get().is_none() || self.timer.is_some_and(|t| t <= at && t > now) {
             return;
         }
-        self.timer = Some(at);
-        // A pool thread sleeps it out. Rare: only queues whose host polls, and only for a timer that is earlier than the one under way.
-        let (notify, delay) = (self.done.notify.clone(), at.since(now));
-        self.pool.run(Box::new(move || {
-            sys::sleep(delay.min(TIMER_MAX));
-            notify.wake();
-        }));
+        let old = self.timer.replace(at);
+        self.pool.timers.set(&self.pool.runtime, self.timer_id, old, at, own.clone());
     }
 }
 
-/// A timer that lies further away wakes its queue early; the queue then sets it again.
-const TIMER_MAX: Duration = Duration::from_secs(1);
+impl Drop for PoolEngine {
+    /// Operations on threads go on; they own what they work on.
+    fn drop(&mut self) {
+        if let Some(at) = self.timer {
+            self.pool.timers.remove(self.timer_id, at);
+        }
+    }
+}

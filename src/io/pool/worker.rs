@@ -1,19 +1,22 @@
 //! Threads that may block.
 
-use super::THREADS_MAX;
-use crate::rt::Spawn;
+use super::timer::Timers;
+use super::{STOP_MAX, THREADS_MAX};
+use crate::io::file::sys;
+use crate::rt::{Join, Runtime};
 use crate::sync::{Arc, Condvar, Mutex};
 use std::collections::VecDeque;
 use std::fmt;
-use std::time::Duration;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// A piece of work for a thread that may block.
+/// A piece of work for a thread that may block. It catches its own panics, if it has to tell anybody about them.
 pub type Job = Box<dyn FnOnce() + Send>;
 
-/// The threads of one context.
+/// The threads of one context; see the module.
 pub struct Pool {
     shared: Arc<Shared>,
-    spawn: Arc<dyn Spawn>,
+    pub(super) runtime: Runtime,
+    pub(super) timers: Arc<Timers>,
 }
 
 #[derive(Default)]
@@ -25,39 +28,53 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    jobs: VecDeque<Job>,
+    /// With the I/O priority to run at.
+    jobs: VecDeque<(u16, Job)>,
     threads: usize,
+    /// Threads that wait for work, those included that have been told and not yet woken up: their jobs are still in the list.
     idle: usize,
+    started: usize,
+    handles: Vec<Box<dyn Join>>,
     stop: bool,
 }
 
 impl Pool {
     /// A pool without threads; they come with the work.
-    pub fn new(spawn: Arc<dyn Spawn>) -> Arc<Self> {
-        Arc::new(Self { shared: Arc::default(), spawn })
+    pub fn new(runtime: &Runtime) -> Arc<Self> {
+        Arc::new(Self { shared: Arc::default(), runtime: runtime.clone(), timers: Arc::default() })
     }
 
-    /// Runs `job` on a thread. If no thread can be started and there is none, it runs here: slow, but nothing is lost.
+    /// Runs `job` on a thread, at the default I/O priority.
     pub fn run(&self, job: Job) {
+        self.run_at(0, job);
+    }
+
+    /// Runs `job` on a thread, at this I/O priority. If no thread can be started and there is none, it runs here: slow, but nothing is lost.
+    pub(super) fn run_at(&self, priority: u16, job: Job) {
         let mut s = self.shared.state.lock();
-        s.jobs.push_back(job);
+        s.jobs.push_back((priority, job));
         if s.idle >= s.jobs.len() || s.threads >= THREADS_MAX {
             drop(s);
             self.shared.work.notify_one();
             return;
         }
         s.threads += 1;
-        let name = format!("cobweb-io-{}", s.threads);
+        s.started += 1;
+        let name = format!("cobweb-io-{}", s.started);
         drop(s);
         let shared = self.shared.clone();
-        if self.spawn.spawn(&name, Box::new(move || shared.work())).is_err() {
-            let mut s = self.shared.state.lock();
-            s.threads -= 1;
-            if s.threads == 0
-                && let Some(job) = s.jobs.pop_back()
-            {
-                drop(s);
-                job();
+        let thread = self.runtime.spawn.spawn(&name, Box::new(move || shared.work()));
+        let mut s = self.shared.state.lock();
+        match thread {
+            Ok(handle) => s.handles.push(handle),
+            Err(_) => {
+                s.threads -= 1;
+                if s.threads == 0
+                    && let Some((_, job)) = s.jobs.pop_back()
+                {
+                    drop(s);
+                    job();
+                }
             }
         }
     }
@@ -67,10 +84,11 @@ impl Shared {
     fn work(&self) {
         let mut s = self.state.lock();
         loop {
-            if let Some(job) = s.jobs.pop_front() {
+            if let Some((priority, job)) = s.jobs.pop_front() {
                 drop(s);
+                sys::set_io_priority(priority);
                 // A job catches its own panics; if one does not, the thread goes on all the same.
-                let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
+                let _ = catch_unwind(AssertUnwindSafe(job));
                 s = self.state.lock();
             } else if s.stop {
                 s.threads -= 1;
@@ -88,15 +106,21 @@ impl Shared {
 impl Drop for Pool {
     /// Waits for the threads, but not for one that hangs in a system call: it keeps what it works on and ends by itself.
     fn drop(&mut self) {
+        self.timers.stop();
         let mut s = self.shared.state.lock();
         s.stop = true;
         self.shared.work.notify_all();
-        for _ in 0..20 {
-            if s.threads == 0 {
+        let until = self.runtime.clock.now().after(STOP_MAX);
+        while s.threads > 0 {
+            let left = until.since(self.runtime.clock.now());
+            if left.is_zero() {
                 return;
             }
-            s = self.shared.ended.wait_timeout(s, Duration::from_millis(100));
+            s = self.shared.ended.wait_timeout(s, left);
         }
+        let handles = std::mem::take(&mut s.handles);
+        drop(s);
+        handles.into_iter().for_each(|h| h.join());
     }
 }
 
@@ -104,5 +128,81 @@ impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let s = self.shared.state.lock();
         f.debug_struct("Pool").field("threads", &s.threads).field("jobs", &s.jobs.len()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rt::real;
+    use crate::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::Barrier;
+
+    #[test]
+    fn jobs_run_side_by_side_and_idle_threads_are_used_again() {
+        let pool = Pool::new(&real::runtime());
+        let done = Arc::new(AtomicUsize::new(0));
+        for round in 1..=3 {
+            // Nobody passes the barrier unless all are running at once.
+            let barrier = Arc::new(Barrier::new(9));
+            for _ in 0..8 {
+                let (barrier, done) = (barrier.clone(), done.clone());
+                pool.run(Box::new(move || {
+                    barrier.wait();
+                    done.fetch_add(1, Ordering::SeqCst);
+                }));
+            }
+            barrier.wait();
+            while done.load(Ordering::SeqCst) < 8 * round {
+                std::thread::yield_now();
+            }
+        }
+        assert!(pool.shared.state.lock().started <= THREADS_MAX);
+    }
+
+    #[test]
+    fn dropping_the_pool_runs_what_was_queued_and_joins_the_threads() {
+        let pool = Pool::new(&real::runtime());
+        let done = Arc::new(AtomicUsize::new(0));
+        for _ in 0..200 {
+            let done = done.clone();
+            pool.run(Box::new(move || {
+                done.fetch_add(1, Ordering::SeqCst);
+            }));
+        }
+        let shared = pool.shared.clone();
+        drop(pool);
+        assert_eq!(done.load(Ordering::SeqCst), 200);
+        assert_eq!(shared.state.lock().threads, 0);
+        // The threads have given up their share, so they are really gone.
+        assert_eq!(Arc::strong_count(&shared), 1);
+    }
+
+    #[test]
+    fn a_panic_of_a_job_does_not_cost_a_thread() {
+        let pool = Pool::new(&real::runtime());
+        let (tell, told) = std::sync::mpsc::channel();
+        pool.run(Box::new(|| panic!("on purpose")));
+        pool.run(Box::new(move || tell.send(()).expect("the test waits")));
+        told.recv().expect("the second job runs");
+        let shared = pool.shared.clone();
+        drop(pool);
+        assert_eq!(shared.state.lock().threads, 0);
+    }
+
+    #[test]
+    fn a_thread_that_hangs_is_left_behind() {
+        let pool = Pool::new(&real::runtime());
+        let (release, hang) = std::sync::mpsc::channel::<()>();
+        let (tell, told) = std::sync::mpsc::channel();
+        pool.run(Box::new(move || {
+            tell.send(()).expect("the test waits");
+            let _ = hang.recv();
+        }));
+        told.recv().expect("it hangs");
+        let shared = pool.shared.clone();
+        drop(pool);
+        assert_eq!(shared.state.lock().threads, 1);
+        drop(release);
     }
 }
