@@ -33,7 +33,7 @@ mod sys;
 #[cfg(test)]
 mod tests;
 
-pub use net::Address;
+pub use net::{Address, Listener};
 pub use server::{Export, Removal, Server};
 
 /// Entry points for fuzzing: any bytes, no panic, bounded memory.

@@ -29,9 +29,9 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// A listening socket; a unix socket's file goes with it.
+/// A listening socket that does not block; a unix socket's file goes with it.
 #[derive(Debug)]
-pub(super) struct Listener {
+pub struct Listener {
     kind: Kind,
     address: Address,
 }
@@ -44,8 +44,8 @@ enum Kind {
 }
 
 impl Listener {
-    /// Binds and listens.
-    pub(super) fn bind(address: &Address) -> Result<Self> {
+    /// Binds and listens. A socket file that nobody listens on any more is replaced.
+    pub fn bind(address: &Address) -> Result<Self> {
         let failed = |e| Error::os(e, format!("cannot listen on {address}"));
         match address {
             Address::Unix(path) => {
@@ -65,21 +65,21 @@ impl Listener {
     }
 
     /// Where it listens, with the port it got.
-    pub(super) fn address(&self) -> &Address {
+    pub fn address(&self) -> &Address {
         &self.address
     }
 
     /// For poll.
-    pub(super) fn raw(&self) -> RawFd {
+    pub fn raw(&self) -> RawFd {
         match &self.kind {
             Kind::Unix(l, _) => l.as_raw_fd(),
             Kind::Tcp(l) => l.as_raw_fd(),
         }
     }
 
-    /// A connection that is waiting, or `WouldBlock`.
-    pub(super) fn accept(&self) -> io::Result<Socket> {
-        let fd: OwnedFd = match &self.kind {
+    /// A connection that is waiting, or `WouldBlock`. It does not block either.
+    pub fn accept(&self) -> io::Result<OwnedFd> {
+        Ok(match &self.kind {
             Kind::Unix(l, _) => {
                 let (s, _) = l.accept()?;
                 s.set_nonblocking(true)?;
@@ -92,8 +92,7 @@ impl Listener {
                 s.set_nodelay(true)?;
                 s.into()
             }
-        };
-        Ok(Socket(fd))
+        })
     }
 }
 
@@ -161,6 +160,12 @@ impl Socket {
     /// This socket's place in a call of [`sys::poll`].
     pub(super) fn interest(&self, readable: bool, writable: bool) -> (RawFd, Interest) {
         (self.raw(), Interest { readable, writable })
+    }
+}
+
+impl From<OwnedFd> for Socket {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
     }
 }
 

@@ -318,7 +318,7 @@ impl Shared {
 
     fn accept_one(self: &Arc<Self>, listener: &Listener) -> io::Result<()> {
         let socket = match listener.accept() {
-            Ok(socket) => socket,
+            Ok(fd) => Socket::from(fd),
             // The client has thought better of it.
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => {
                 return Ok(());
