@@ -174,6 +174,16 @@ impl Job {
         self.kind
     }
 
+    /// Whether the job concludes without [`Job::finalize`].
+    pub fn auto_finalize(&self) -> bool {
+        self.auto_finalize
+    }
+
+    /// Whether the job is forgotten without [`Job::dismiss`].
+    pub fn auto_dismiss(&self) -> bool {
+        self.auto_dismiss
+    }
+
     /// Where the job is in its life.
     pub fn status(&self) -> Status {
         self.control.view().status
