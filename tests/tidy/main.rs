@@ -84,6 +84,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/io/uring/ring.rs", "the rings shared with the kernel"),
     ("src/export/nbd/sys.rs", "scatter-gather transfers between sockets and request memory, and poll"),
     ("src/export/vhost_user/memory.rs", "guest memory"),
+    ("src/cli/sys.rs", "poll, signals, going into the background"),
 ];
 
 /// What goes around the seams (style.md, point 19).
