@@ -78,6 +78,7 @@ pub struct Context {
     shutdown: Mutex<Vec<(u64, Shutdown)>>,
     next_id: AtomicU64,
     dead: AtomicBool,
+    closed: AtomicBool,
 }
 
 impl Context {
@@ -108,6 +109,7 @@ impl Context {
             shutdown: Mutex::default(),
             next_id: AtomicU64::new(0),
             dead: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
         })
     }
 
@@ -211,6 +213,17 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Context {
+    /// Ends everything: jobs (cancelled, bounded), exports, nodes (what they hold is brought down, bounded), workers. Once; later calls do nothing. Objects that the host still
+    /// holds stay valid, their calls fail. Blocks.
+    pub fn close(&self) {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
         if self.is_dead() {
             // The threads are gone and locks may be held by them for ever: leak everything.
             std::mem::forget((self.jobs.clone(), self.graph.clone(), self.env.clone()));

@@ -9,6 +9,8 @@ pub mod inflight;
 pub mod sync;
 pub mod units;
 
+#[cfg(all(feature = "capi", not(cobweb_loom)))]
+pub mod capi;
 #[cfg(all(feature = "cli", not(cobweb_loom)))]
 pub mod cli;
 #[cfg(not(cobweb_loom))]

@@ -101,6 +101,42 @@ impl Graph {
         Ok(())
     }
 
+    /// Whether a node of this name could be added.
+    pub fn check_new_node_name(&self, name: &str) -> Result<()> {
+        let name = if name.is_empty() { return Ok(()) } else { check_name("node", name)? };
+        let names = self.names.lock();
+        if names.nodes.contains_key(name) || names.disks.contains_key(name) {
+            return Err(Error::busy(format!("the name '{name}' is in use")));
+        }
+        Ok(())
+    }
+
+    /// Closes the nodes that nobody uses: no parent, disk, job or handle. What they hold is brought down first. For hosts whose nodes live as long as their
+    /// users; a program that names nodes first and uses them later does not call it. May block.
+    pub fn collect(self: &Arc<Self>) -> Result<()> {
+        loop {
+            let unused: Vec<Arc<Vertex>> = {
+                let mut names = self.names.lock();
+                let alone = |v: &Arc<Vertex>| Arc::strong_count(v) == 1;
+                let found: Vec<String> =
+                    names.nodes.iter().filter(|(_, v)| alone(v)).map(|(n, _)| n.clone()).collect();
+                found.iter().filter_map(|n| names.nodes.remove(n)).collect()
+            };
+            if unused.is_empty() {
+                return Ok(());
+            }
+            let settled = self.env.block_on(|cx| async move {
+                for v in &unused {
+                    v.base().settle(&cx).await.map_err(|e| {
+                        Error::io(e, format!("node '{}' could not bring down what it holds", v.name()))
+                    })?;
+                }
+                Ok(())
+            })?;
+            settled?;
+        }
+    }
+
     /// A new disk without medium.
     pub fn add_disk(&self, name: &str) -> Result<Arc<Disk>> {
         let name = if name.is_empty() { self.generated_name() } else { check_name("disk", name)?.to_owned() };

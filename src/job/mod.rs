@@ -33,7 +33,7 @@ mod tests;
 
 pub use copy::{Lost, Priority};
 pub use group::{CompletionMode, Group};
-pub use registry::Jobs;
+pub use registry::{Jobs, has_kind};
 pub use status::Status;
 
 use crate::error::{Code, Error, IoError, IoResult, Result};

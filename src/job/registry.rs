@@ -46,6 +46,11 @@ pub(super) struct Made {
 /// All types of jobs.
 static KINDS: &[Kind] = &[Kind { name: "copy", make: mirror::make }];
 
+/// Whether there is a type of job of this name.
+pub fn has_kind(name: &str) -> bool {
+    KINDS.iter().any(|k| k.name == name)
+}
+
 impl Jobs {
     /// No jobs. `host_driven`: there are no workers, [`Job::wait`] drives the work itself.
     pub fn new(graph: Arc<Graph>, host_driven: bool) -> Arc<Self> {
