@@ -13,6 +13,7 @@ use super::command::{self, Answer};
 use super::event::{JobFacts, own, translate};
 use super::monitor::{Call, Connection, Step};
 use super::objects::Objects;
+use super::wire::Failure;
 use crate::cli::sys::{Interest, Signals, poll};
 use crate::error::{Error, Result};
 use crate::events::EventKind;
@@ -26,6 +27,7 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::RawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 /// A socket at which QMP is spoken.
@@ -325,7 +327,10 @@ struct Ready {
 
 fn worker(objects: &Objects, todo: &Receiver<Work>, mailbox: &Mailbox) {
     while let Ok(Work::Command { connection, call }) = todo.recv() {
-        let result = command::run(call.command, objects, call.arguments);
+        // A panic is a defect of ours; the daemon, and the guests behind it, outlive it.
+        let run = || command::run(call.command, objects, call.arguments);
+        let result = catch_unwind(AssertUnwindSafe(run))
+            .unwrap_or_else(|_| Err(Failure::generic(format!("'{}' has panicked", call.command.name))));
         mailbox.state.lock().answers.push((connection, result));
         mailbox.wake.signal();
     }
