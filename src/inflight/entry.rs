@@ -38,20 +38,20 @@ impl Node {
     }
 
     pub(super) fn ticket(&self) -> Ticket {
-        // Acquire: partner is the exchange in `draw`.
+        // Acquire: partners are the exchange in `draw` and the change in `die`.
         Ticket(self.ticket.0.load(Acquire))
     }
 
     /// Draws the ticket. Called by the owner after publication in all chains. Linearization point of the insertion: the
     /// exchange that succeeds.
     pub(super) fn draw(&self, counter: &AtomicU64) -> u64 {
-        // Relaxed: only `void` can have changed it, and then the exchange below fails and acquires.
+        // Relaxed: only `number_below` can have changed it, and then the exchange below fails and acquires.
         let mut seen = Ticket(self.ticket.0.load(Relaxed));
         loop {
             // AcqRel: partner is every other draw. Who draws later sees what was published by who drew earlier.
             let number = counter.fetch_add(1, AcqRel);
-            // Release: partner is `ticket`. Acquire on failure: partner is the exchange in `void`; the next draw comes
-            // after the one of the searcher that voided this one.
+            // Release: partner is `ticket`. Acquire on failure: partner is the exchange in `number_below`; the next draw
+            // comes after the one of the searcher that voided this one.
             match self.ticket.0.compare_exchange(seen.0, seen.drawn(number).0, AcqRel, Acquire) {
                 Ok(_) => return number,
                 Err(now) => seen = Ticket(now),
@@ -81,9 +81,9 @@ impl Node {
         if canary("unvoided-draw") {
             return None;
         }
-        // Release: partner is the failing exchange in `draw`: the owner's next draw comes after the searcher's, and the
-        // owner sees what the searcher did before (the fence of `list`). If another searcher was faster, the word
-        // changed after we had read it, that is after our draw, and the argument is the same.
+        // Voids the draw under way. Release: partner is the failing exchange in `draw`: the owner's next draw comes after
+        // the searcher's, and the owner sees what the searcher's caller did before. If another searcher was faster, the
+        // word changed after we had read it, that is after our draw, and the argument is the same.
         match self.ticket.0.compare_exchange(seen.0, seen.voided().0, AcqRel, Acquire) {
             Ok(_) => None,
             Err(now) => drawn(Ticket(now)),
