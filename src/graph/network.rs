@@ -231,7 +231,8 @@ impl Graph {
                 place.name()
             )));
         }
-        // Before the drain: bring down what is held. After it: what came in between.
+        // Before the drain: let requests go that do not wait for the guest's own I/O, and bring down what is held. After it: what came in between.
+        filter.base().detaching();
         let first = filter.base().settle(cx).await;
         let there = self.drained(cx, std::slice::from_ref(place), || place.remove_filter(filter)).await;
         let last = filter.base().settle(cx).await;

@@ -71,6 +71,10 @@ pub trait Node: Send + Sync + Debug + Any {
         Box::pin(async move { Ok(Reservation::unbounded(len)) })
     }
 
+    /// The node is about to be taken out of the graph, and a drain comes next: requests that wait here for anything but the node below are let go, so that the
+    /// drain waits for I/O of the guest only (S3). Nothing to do for a node whose requests wait for nothing else.
+    fn detaching(&self) {}
+
     /// Forgets data that is parked for a reader who will never come (S29): buffers go when their last I/O has ended. Nothing to do for a node that parks none.
     fn abandon(&self) {}
 
