@@ -1,8 +1,10 @@
 //! The view of the instant: reads, status, release, and the node `snapshot-access`.
 
+use super::fence::{is_overtaken, may_read_source};
+use super::geometry::Granules;
 use super::node::CbwNode;
 use super::point::Point;
-use super::state::State;
+use super::state::{State, StateSet};
 use crate::error::{Code, Error, IoError, IoResult, Result};
 use crate::graph::OpenCx;
 use crate::limits::BATCH_LEN;
@@ -12,178 +14,247 @@ use crate::queue::Cx;
 use crate::request::{Buffers, Op, ReqRef, Request};
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Arc, Mutex};
-use crate::units::ByteRange;
+use crate::units::{ByteRange, align_down};
+use smallvec::SmallVec;
 use std::any::Any;
-use std::ops::Range;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::Poll;
+
+/// Longest range whose status is told at once.
+const STATUS_MAX: u64 = 64 << 20;
+/// Runs of one piece that are read at the same time.
+const RUNS_MAX: usize = 16;
 
 impl Point {
-    /// Reads the disk as it was. Pieces of at most 1 MiB are registered at the source one at a time (S5).
+    /// Reads the disk as it was. Pieces of at most 1 MiB, each registered at the source for the time of its read only (S5).
     pub(super) async fn read_snapshot(&self, cx: &Cx, range: ByteRange, bufs: &Buffers) -> IoResult {
         let mut at = range.offset;
         while at < range.end() {
-            let piece = ByteRange { offset: at, len: BATCH_LEN.min(range.end() - at) };
-            let to = bufs.slice((at - range.offset) as usize, piece.len as usize);
-            at += self.read_piece(cx, piece, &to).await?;
+            // Up to a border, so that the next pieces are aligned.
+            let len = (align_down(at, BATCH_LEN) + BATCH_LEN).min(range.end()) - at;
+            let to = bufs.slice((at - range.offset) as usize, len as usize);
+            self.read_piece(cx, ByteRange { offset: at, len }, to).await?;
+            at += len;
         }
         Ok(())
     }
 
-    /// Reads the start of `piece`; returns how much.
-    async fn read_piece(&self, cx: &Cx, piece: ByteRange, bufs: &Buffers) -> IoResult<u64> {
+    /// Reads a piece: runs of granules of different states at the same time, since they come from different places.
+    async fn read_piece(&self, cx: &Cx, piece: ByteRange, bufs: Buffers) -> IoResult {
+        let mut runs: SmallVec<[ByteRange; 1]> = SmallVec::new();
+        let mut at = piece.offset;
+        while at < piece.end() {
+            let rest = ByteRange { offset: at, len: piece.end() - at };
+            let run = if runs.len() + 1 < RUNS_MAX { self.same_state(rest).1 } else { rest };
+            runs.push(run);
+            at = run.end();
+        }
+        if runs.len() == 1 {
+            return self.read_run(cx, piece, bufs).await;
+        }
+        let slice = |run: ByteRange| bufs.slice((run.offset - piece.offset) as usize, run.len as usize);
+        let reads = runs.into_iter().map(|run| self.read_run(cx, run, slice(run)));
+        join_all(reads.map(Box::pin).collect()).await
+    }
+
+    /// Reads a run whose states may have changed since somebody looked.
+    async fn read_run(&self, cx: &Cx, mut rest: ByteRange, mut bufs: Buffers) -> IoResult {
+        while !rest.is_empty() {
+            let done = self.read_some(cx, rest, &bufs).await?;
+            rest = ByteRange { offset: rest.offset + done, len: rest.len - done };
+            bufs = bufs.slice(done as usize, rest.len as usize);
+        }
+        Ok(())
+    }
+
+    /// Reads the start of `rest`; how much. 0: look again.
+    async fn read_some(&self, cx: &Cx, rest: ByteRange, bufs: &Buffers) -> IoResult<u64> {
+        self.check_over()?;
+        let (state, here) = self.same_state(rest);
+        match state {
+            State::Needed => self.read_source(cx, here, bufs).await,
+            State::Reading => {
+                let granules = self.geo.touched(here);
+                let ended = self.fence.copies_ended(here);
+                let over = || self.is_settled(&granules);
+                self.wait_for_others(cx, None, over, ended).await?;
+                Ok(0)
+            }
+            State::Preserved => match self.transits.read(here, bufs) {
+                Ok(len) => Ok(len),
+                Err(end) => {
+                    let here = ByteRange { offset: here.offset, len: end - here.offset };
+                    self.read_target(cx, here, bufs).await
+                }
+            },
+            State::Released => Err(IoError::new(libc::EACCES, Code::Released)),
+            State::Lost => {
+                let errno = self.lost.at(here.offset).map_or(libc::EIO, |l| l.error.errno);
+                Err(IoError::new(errno, Code::RangeLost))
+            }
+        }
+    }
+
+    /// Reads what of `here` is still only on the source.
+    async fn read_source(&self, cx: &Cx, here: ByteRange, bufs: &Buffers) -> IoResult<u64> {
+        // S15: register first, then look.
+        let registered = self.fence.register(here);
+        let here = self.still_needed(here);
+        let mut result = Ok(());
+        if !here.is_empty() {
+            let file = self.file.node();
+            result = cx.run(&*file, Request::read(here.offset, bufs.slice(0, here.len as usize))).await;
+        }
+        // Guests may have been let go without waiting for this read: then what was read may be new (S34).
+        let overtaken = self.is_passive() || is_overtaken(&self.states, self.geo.touched(here));
+        drop(registered);
+        if overtaken {
+            return Ok(0);
+        }
+        result.map(|()| here.len)
+    }
+
+    /// The start of `here` that a registered reader may take from the source.
+    fn still_needed(&self, here: ByteRange) -> ByteRange {
+        let all = self.geo.touched(here);
+        let mut run = all.clone();
+        run.end =
+            run.start + all.into_iter().take_while(|g| may_read_source(&self.states, *g)).count() as u64;
+        self.geo.bytes(&run).intersect(here)
+    }
+
+    async fn read_target(&self, cx: &Cx, here: ByteRange, bufs: &Buffers) -> IoResult<u64> {
+        let target = self.target.node();
+        let read = Request::read(here.offset, bufs.slice(0, here.len as usize));
+        let result = cx.run(&*target, read).await;
+        // Released or lost meanwhile: then what was read may be what a discard has left.
+        let kept = |g| self.states.get(g).state() == State::Preserved;
+        if self.is_passive() || !self.geo.touched(here).all(kept) {
+            return Ok(0);
+        }
+        result.map(|()| here.len)
+    }
+
+    /// The state at the start of `range`, and the bytes of it that share it.
+    fn same_state(&self, range: ByteRange) -> (State, ByteRange) {
+        let all = self.geo.touched(range);
+        let state = self.states.get(all.start).state();
+        let run = all.start..all.start + self.states.run(all, |s| s.state() == state);
+        (state, self.geo.bytes(&run).intersect(range))
+    }
+
+    /// Status of the view: preserved granules are data or zeros, never holes; what cannot be read is cut off and marked (S18).
+    pub(super) async fn snapshot_status(&self, cx: &Cx, range: ByteRange) -> IoResult<Extent> {
+        let range = ByteRange { offset: range.offset, len: range.len.min(STATUS_MAX) };
         loop {
-            // S15: register first, then look.
-            let registered = self.fence.freeze(piece);
-            self.check_broken()?;
-            let (state, run) = self.same_state(piece);
-            let here = self.bytes(&run).intersect(piece);
-            let to = bufs.slice((here.offset - piece.offset) as usize, here.len as usize);
+            self.check_over()?;
+            let (state, here) = self.same_state(range);
             match state {
                 State::Needed => {
-                    let file = self.file.node();
-                    cx.run(&*file, Request::read(here.offset, to)).await?;
-                    // Guests may have been let go by a failure meanwhile: then what was read may be new data (S34).
-                    self.check_broken()?;
-                    if self.states.find(run, State::Lost).is_some() {
-                        continue;
-                    }
-                    drop(registered);
-                }
-                State::Reading => {
-                    // Withdraw before waiting for anything (S15).
-                    drop(registered);
-                    cx.waiting(self.fence.copies_ended(here)).await?;
-                    continue;
-                }
-                State::Preserved => {
-                    drop(registered);
-                    match self.copy_transit(here, &to) {
-                        Some(len) => return Ok(len),
-                        None => {
-                            let here = self.before_transit(here);
-                            let to = to.slice(0, here.len as usize);
-                            let target = self.target.node();
-                            cx.run(&*target, Request::read(here.offset, to)).await?;
-                            self.check_broken()?;
-                            return Ok(here.len);
-                        }
+                    if let Some(extent) = self.source_status(cx, here).await? {
+                        return Ok(extent);
                     }
                 }
-                State::Released => return Err(IoError::new(libc::EACCES, Code::Released)),
-                State::Lost => {
-                    let saved = self.lost.at(here.offset).map(|l| l.error);
-                    let errno = saved.map_or(libc::EIO, |e| e.errno);
-                    return Err(IoError::new(errno, Code::RangeLost));
+                State::Reading | State::Preserved => return Ok(Extent::data(here.len)),
+                State::Released | State::Lost => {
+                    return Ok(Extent { len: here.len, flags: ExtentFlags::NO_ACCESS, depth: 0 });
                 }
             }
-            return Ok(here.len);
         }
     }
 
-    /// The state at the start of `range` and the run of granules that share it.
-    fn same_state(&self, range: ByteRange) -> (State, Range<u64>) {
-        let all = self.granules(range);
-        let state = self.states.get(all.start);
-        let end = (all.start + 1..all.end).find(|g| self.states.get(*g) != state).unwrap_or(all.end);
-        (state, all.start..end)
-    }
-
-    /// Copies the start of `here` out of a transit buffer (S73: into memory of the reader); `None` if there is none.
-    fn copy_transit(&self, here: ByteRange, to: &Buffers) -> Option<u64> {
-        let (at, bufs) = {
-            let transit = self.transit.lock();
-            let (at, t) = transit.range(..=here.offset).next_back()?;
-            (*at, t.bufs.clone())
-        };
-        let inside = here.offset - at;
-        let len = (bufs.len() as u64).checked_sub(inside).filter(|n| *n > 0)?.min(here.len);
-        to.slice(0, len as usize).copy_from(&bufs.slice(inside as usize, len as usize));
-        Some(len)
-    }
-
-    /// `here`, cut where a transit buffer begins.
-    fn before_transit(&self, here: ByteRange) -> ByteRange {
-        let transit = self.transit.lock();
-        let next = transit.range(here.offset..here.end()).next().map_or(here.end(), |(at, _)| *at);
-        // A buffer at the very start has just been written: then the target has it.
-        if next == here.offset { here } else { ByteRange { offset: here.offset, len: next - here.offset } }
-    }
-
-    /// Status of the view: preserved granules are data, what cannot be read is cut off and marked (S18).
-    pub(super) async fn snapshot_status(&self, cx: &Cx, range: ByteRange) -> IoResult<Extent> {
-        self.check_broken()?;
-        let piece = ByteRange { offset: range.offset, len: range.len.min(BATCH_LEN * 64) };
-        let (state, run) = self.same_state(piece);
-        let here = self.bytes(&run).intersect(piece);
-        match state {
-            State::Needed => {
-                let file = self.file.node();
-                let e = cx.status(&*file, here).await?;
-                // A write that has come in between would show the new disk's status.
-                let (now, _) = self.same_state(ByteRange { offset: here.offset, len: 1 });
-                let len = e.len.min(here.len);
-                Ok(if now == State::Needed {
-                    Extent { len, ..e }
-                } else {
-                    Extent::data(len.min(self.config.granule))
-                })
-            }
-            State::Reading | State::Preserved => Ok(Extent::data(here.len)),
-            State::Released | State::Lost => {
-                Ok(Extent { len: here.len, flags: ExtentFlags::NO_ACCESS, depth: 0 })
-            }
+    /// Status of what is only on the source. Registered like a read: the status of a granule that a guest changes meanwhile would be that of the new
+    /// data. `None`: look again.
+    async fn source_status(&self, cx: &Cx, here: ByteRange) -> IoResult<Option<Extent>> {
+        let registered = self.fence.register(here);
+        let here = self.still_needed(here);
+        if here.is_empty() {
+            return Ok(None);
         }
+        let file = self.file.node();
+        let extent = cx.status(&*file, here).await;
+        let overtaken = self.is_passive() || is_overtaken(&self.states, self.geo.touched(here));
+        drop(registered);
+        if overtaken {
+            return Ok(None);
+        }
+        extent.map(|e| Some(Extent { len: e.len.clamp(1, here.len), ..e }))
+    }
+
+    /// Takes NEEDED granules out of the snapshot; others stay as they are. No I/O. Returns the bytes released.
+    pub(super) fn release_needed(&self, run: Granules) -> u64 {
+        let needed = StateSet::of(&[State::Needed]);
+        let released = run.filter(|g| self.change(*g, needed, State::Released));
+        let bytes = released.map(|g| self.geo.bytes(&(g..g + 1)).len).sum();
+        self.counters.released_bytes.fetch_add(bytes, Relaxed);
+        bytes
     }
 
     /// Releases whole granules: they are not part of the snapshot any more (S20). Returns the bytes released.
-    pub(super) async fn release(&self, cx: &Cx, run: Range<u64>) -> IoResult<u64> {
-        let mut bytes = 0;
-        let mut stored: Option<Range<u64>> = None;
-        for g in run {
-            loop {
-                if self.settle(g, State::Needed, State::Released) {
-                    break;
+    pub(super) async fn release(&self, cx: &Cx, run: Granules) -> IoResult<u64> {
+        let (mut bytes, mut at) = (0, run.start);
+        let preserved = StateSet::of(&[State::Preserved]);
+        while at < run.end {
+            bytes += self.release_needed(at..at + 1);
+            match self.states.get(at).state() {
+                State::Needed => continue,
+                State::Reading => {
+                    let one = at..at + 1;
+                    let ended = self.fence.copies_ended(self.geo.bytes(&one));
+                    self.wait_for_others(cx, None, || self.is_settled(&one), ended).await?;
+                    self.check_over()?;
+                    continue;
                 }
-                if self.settle(g, State::Preserved, State::Released) {
-                    match &mut stored {
-                        Some(r) if r.end == g => r.end = g + 1,
-                        Some(r) => {
-                            let done = std::mem::replace(r, g..g + 1);
-                            self.discard_stored(cx, &done).await?;
-                        }
-                        None => stored = Some(g..g + 1),
+                State::Preserved => {
+                    let last = run.clone().skip((at - run.start) as usize);
+                    let n = last.take_while(|g| self.change(*g, preserved, State::Released)).count() as u64;
+                    if n > 0 {
+                        let stored = self.geo.bytes(&(at..at + n));
+                        self.counters.released_bytes.fetch_add(stored.len, Relaxed);
+                        bytes += stored.len;
+                        at += n;
+                        self.discard_stored(cx, stored).await?;
                     }
-                    break;
+                    continue;
                 }
-                if self.states.get(g) != State::Reading {
-                    break;
-                }
-                cx.waiting(self.fence.copies_ended(self.bytes(&(g..g + 1)))).await?;
+                State::Released | State::Lost => at += 1,
             }
-            bytes += self.bytes(&(g..g + 1)).len;
         }
-        if let Some(r) = stored {
-            self.discard_stored(cx, &r).await?;
-        }
-        self.counters.released_bytes.fetch_add(bytes, Relaxed);
         Ok(bytes)
     }
 
-    async fn discard_stored(&self, cx: &Cx, run: &Range<u64>) -> IoResult {
+    async fn discard_stored(&self, cx: &Cx, stored: ByteRange) -> IoResult {
+        // What is on its way to the target need not arrive, and what has failed is not tried again; a write under way may leave its data there,
+        // which nobody can reach any more.
+        self.transits.forget(stored);
         let target = self.target.node();
         // Advisory: a target that cannot discard keeps the space.
-        match cx.run(&*target, Request::discard(self.bytes(run))).await {
+        match cx.run(&*target, Request::discard(stored)).await {
             Err(e) if e.errno == libc::ENOTSUP => Ok(()),
             other => other,
         }
     }
 
-    fn check_broken(&self) -> IoResult {
-        if !self.is_passive() {
-            return Ok(());
-        }
-        let errno = self.broken().map_or(libc::ESHUTDOWN, |r| r.error.errno);
-        Err(IoError::new(errno, Code::SnapshotBroken))
+    fn check_over(&self) -> IoResult {
+        if self.is_passive() { Err(self.over_error()) } else { Ok(()) }
     }
+}
+
+/// Runs all futures to their ends; the first error among them.
+async fn join_all<F: Future<Output = IoResult> + Unpin>(mut futures: Vec<F>) -> IoResult {
+    let mut result = Ok(());
+    std::future::poll_fn(move |context| {
+        futures.retain_mut(|f| match Pin::new(f).poll(context) {
+            Poll::Pending => true,
+            Poll::Ready(r) => {
+                result = result.and(r);
+                false
+            }
+        });
+        if futures.is_empty() { Poll::Ready(result) } else { Poll::Pending }
+    })
+    .await
 }
 
 /// Options of the driver `snapshot-access`.
@@ -232,9 +303,9 @@ impl SnapshotAccess {
     }
 
     async fn discard(&self, cx: &Cx, range: ByteRange) -> IoResult {
-        let whole = self.point.whole_granules(range);
+        let whole = self.point.geo.covered(range);
         self.point.release(cx, whole.clone()).await?;
-        let all = self.point.granules(range);
+        let all = self.point.geo.touched(range);
         let edges: Vec<u64> = [all.start, all.end.saturating_sub(1)]
             .into_iter()
             .filter(|g| !whole.contains(g) && all.contains(g))
@@ -249,7 +320,7 @@ impl SnapshotAccess {
 
     /// Notes a piece of a granule; whether the granule is whole now.
     fn add_partial(&self, granule: u64, range: ByteRange) -> bool {
-        let all = self.point.bytes(&(granule..granule + 1));
+        let all = self.point.geo.bytes(&(granule..granule + 1));
         let mut partial = self.partial.lock();
         if partial.len() >= PARTIAL_MAX && !partial.contains_key(&granule) {
             partial.pop_first();
@@ -286,8 +357,8 @@ impl Node for SnapshotAccess {
     fn limits(&self) -> Limits {
         // Not `read_only`, which would refuse the reader's discards; writes are refused below.
         Limits {
-            discard_align: self.point.config.granule.min(1 << 31) as u32,
-            ..Limits::plain(self.point.size)
+            discard_align: self.point.geo.granule().min(1 << 31) as u32,
+            ..Limits::plain(self.point.geo.size())
         }
     }
 

@@ -1,9 +1,12 @@
 //! What a guest's write, write-zeroes or discard does before it goes down.
 
-use super::copy::Claim;
+use super::copy::{Claim, Running};
+use super::fence::mark;
+use super::geometry::Granules;
+use super::options::DiscardPolicy;
 use super::point::{Point, Waited};
 use super::policy::Failure;
-use super::state::State;
+use super::state::{HELD, State};
 use crate::error::{IoError, IoResult};
 use crate::limits::BATCH_LEN;
 use crate::node::Reservation;
@@ -13,191 +16,247 @@ use crate::rt::Instant;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::units::ByteRange;
-use std::ops::Range;
+use std::task::Poll;
 
-/// Most granules that are known to be zero and claimed at once, in bytes.
+/// Most bytes known to be zero that are claimed at once. Such a piece costs one request at the target, so it is long, but no entry may span the disk.
 const ZERO_BATCH: u64 = 64 << 20;
+/// Batches after which a long request lets others run, if it never had to wait.
+const BATCHES_PER_TURN: u32 = 64;
 
 /// What the granules of a batch are at, from one look at each. A granule that falls back from READING to NEEDED between two looks would be seen as neither.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Survey {
-    needed: Option<Range<u64>>,
-    reading: Option<u64>,
+    /// The first run of NEEDED ones.
+    needed: Option<Granules>,
+    /// From the first to the last READING one.
+    reading: Option<Granules>,
     unclear: bool,
+}
+
+/// One guest request on its way.
+struct Guest<'a> {
+    cx: &'a Cx,
+    op: Op,
+    deadline: Option<Instant>,
+    /// It met a granule that was not clear.
+    met: bool,
+    /// The last answer of the source about a range: whether it reads as zeros.
+    known: Option<(ByteRange, bool)>,
 }
 
 impl Point {
     /// Carries out a guest's changing request: all old data first (S10), then the request itself.
     pub(super) async fn guest(self: &Arc<Self>, cx: &Cx, req: Request) -> IoResult {
-        if req.op == Op::Discard && self.config.hold_discards && !self.is_passive() {
+        let all = self.geo.touched(req.range);
+        if req.op == Op::Discard && self.live.discard() == DiscardPolicy::Hold && !self.is_clear(&all) {
             return Ok(());
         }
         let arrived = cx.now();
-        let mut counted = false;
-        let deadline = self.config.timeout.map(|t| arrived.after(t));
-        let all = self.granules(req.range);
-        let mut at = all.start;
-        while at < all.end && !self.is_passive() {
-            let (batch, zero) = self.batch(cx, at..all.end, req.range.len).await?;
-            self.protect(cx, &batch, zero, deadline, &mut counted).await?;
-            at = batch.end;
-        }
-        if counted {
+        let mut guest =
+            Guest { cx, op: req.op, deadline: self.live.deadline(arrived), met: false, known: None };
+        let result = self.protect_all(&mut guest, all.clone()).await;
+        if guest.met {
             self.counters.guest_bytes.fetch_add(req.range.len, Relaxed);
             self.counters.total.record(cx.now().since(arrived).as_nanos() as u64);
         }
-        if req.op == Op::Write {
-            self.read_ahead(cx, req.range);
+        result?;
+        if guest.met && req.op != Op::Discard {
+            self.read_ahead(cx, all);
         }
         let file = self.file.node();
         cx.run(&*file, req).await
     }
 
-    /// The next granules to protect together: one batch of memory, or, in a long request, as much as the source says is zero (S11, S13).
-    async fn batch(&self, cx: &Cx, rest: Range<u64>, request_len: u64) -> IoResult<(Range<u64>, bool)> {
-        let per = |bytes: u64| (bytes / self.config.granule).max(1);
-        let plain = rest.start..rest.end.min(rest.start + per(BATCH_LEN));
-        if request_len <= BATCH_LEN {
-            return Ok((plain, false));
+    /// Whether guests may write these granules without a look.
+    pub(super) fn is_clear(&self, run: &Granules) -> bool {
+        self.is_passive() || run.clone().all(|g| self.states.get(g).is_clear())
+    }
+
+    async fn protect_all(self: &Arc<Self>, guest: &mut Guest<'_>, all: Granules) -> IoResult {
+        let mut at = all.start;
+        let mut batches = 0;
+        while at < all.end && !self.is_passive() {
+            let (batch, zero) = self.batch(guest, at..all.end).await;
+            self.protect(guest, &batch, zero).await?;
+            at = batch.end;
+            batches += 1;
+            if batches % BATCHES_PER_TURN == 0 {
+                yield_now().await;
+            }
         }
-        // A long request is a discard or a zeroing, most of the time of nothing: asking is cheaper than reading.
-        let wide = rest.start..rest.end.min(rest.start + per(ZERO_BATCH));
-        let range = self.bytes(&wide);
-        let file = self.file.node();
-        let Ok(e) = cx.status(&*file, range).await else { return Ok((plain, false)) };
-        if !e.is_zero() {
-            return Ok((plain, false));
+        Ok(())
+    }
+
+    /// The next granules to protect together: one batch of memory, or, of a long discard or zeroing, as much as the source says is zero (S11, S13).
+    async fn batch(&self, guest: &mut Guest<'_>, rest: Granules) -> (Granules, bool) {
+        let plain = self.geo.first_batch(&rest);
+        if guest.op == Op::Write || self.geo.bytes(&rest).len < BATCH_LEN {
+            return (plain, false);
         }
-        let zero = self.whole_granules(ByteRange { offset: range.offset, len: e.len.min(range.len) });
-        if zero.is_empty() { Ok((plain, false)) } else { Ok((zero, true)) }
+        // Most of the time it is a discard of nothing: asking is cheaper than reading, and one answer serves for many batches.
+        let start = self.geo.bytes(&plain).offset;
+        if guest.known.is_none_or(|(known, _)| !(known.offset..known.end()).contains(&start)) {
+            let range = self.geo.bytes(&rest);
+            let file = self.file.node();
+            guest.known = match guest.cx.status(&*file, range).await {
+                Ok(e) => Some((ByteRange { offset: start, len: e.len.clamp(1, range.len) }, e.is_zero())),
+                Err(_) => Some((range, false)),
+            };
+        }
+        let Some((known, true)) = guest.known else { return (plain, false) };
+        let end = known.end().min(start + ZERO_BATCH);
+        let zero = self.geo.covered(ByteRange { offset: start, len: end - start });
+        // The answer holds for what is still NEEDED when it is claimed: nobody has written there since the instant.
+        if zero.is_empty() { (plain, false) } else { (zero, true) }
     }
 
     /// Returns when guests may write the granules of `batch`.
     async fn protect(
         self: &Arc<Self>,
-        cx: &Cx,
-        batch: &Range<u64>,
+        guest: &mut Guest<'_>,
+        batch: &Granules,
         known_zero: bool,
-        deadline: Option<Instant>,
-        counted: &mut bool,
     ) -> IoResult {
-        loop {
-            if self.is_passive() {
-                return Ok(());
-            }
+        while !self.is_passive() {
             let survey = self.survey(batch);
             if survey == Survey::default() {
                 return Ok(());
             }
-            *counted = true;
+            guest.met = true;
             if let Some(run) = survey.needed {
-                self.copy_run(cx, run, known_zero, deadline).await?;
-            } else if let Some(g) = survey.reading {
-                let begun = cx.now();
-                let ended = self.fence.copies_ended(self.bytes(&(g..batch.end)));
-                let waited = self.wait(cx, deadline, ended).await?;
-                self.counters.granule.record(cx.now().since(begun).as_nanos() as u64);
-                if let Waited::Expired = waited {
-                    self.expire(batch)?;
-                }
-            } else {
-                let range = self.bytes(batch);
-                // The states are published; now look for readers that were directed at the source before (S5).
-                if self.fence.is_frozen(range) {
-                    self.counters.frozen_waits.fetch_add(1, Relaxed);
-                    if let Waited::Expired = self.wait(cx, deadline, self.fence.frozen_ended(range)).await? {
-                        self.expire(batch)?;
-                        continue;
-                    }
-                }
-                batch.clone().for_each(|g| self.states.set_clear(g));
+                self.copy_run(guest, run, known_zero).await?;
+            } else if let Some(run) = survey.reading {
+                self.wait_for_copies(guest, &run).await?;
+            } else if self.fence_off(guest, batch).await? {
                 return Ok(());
             }
         }
+        Ok(())
     }
 
-    fn survey(&self, batch: &Range<u64>) -> Survey {
+    fn survey(&self, batch: &Granules) -> Survey {
         let mut s = Survey::default();
-        let per_batch = (BATCH_LEN / self.config.granule).max(1);
         for g in batch.clone() {
-            match self.states.get(g) {
-                State::Needed => match &mut s.needed {
-                    None => s.needed = Some(g..g + 1),
-                    Some(run) if run.end == g && run.end - run.start < per_batch => run.end = g + 1,
-                    Some(_) => {}
-                },
-                State::Reading => s.reading = s.reading.or(Some(g)),
-                _ => {}
+            let seen = self.states.get(g);
+            let run = match seen.state() {
+                State::Needed => &mut s.needed,
+                State::Reading => &mut s.reading,
+                _ => {
+                    s.unclear |= !seen.is_clear();
+                    continue;
+                }
+            };
+            match run {
+                None => *run = Some(g..g + 1),
+                Some(r) if r.end == g || seen.state() == State::Reading => r.end = g + 1,
+                Some(_) => {}
             }
-            s.unclear |= !self.states.is_clear(g);
+            s.unclear = true;
         }
         s
     }
 
+    /// Waits until nobody copies a granule of `run` any more; the caller looks again (S6, S8).
+    async fn wait_for_copies(&self, guest: &Guest<'_>, run: &Granules) -> IoResult {
+        let begun = guest.cx.now();
+        let ended = self.fence.copies_ended(self.geo.bytes(run));
+        let over = || self.is_settled(run);
+        let waited = self.wait_for_others(guest.cx, guest.deadline, over, ended).await?;
+        self.counters.granule.record(guest.cx.now().since(begun).as_nanos() as u64);
+        match waited {
+            Waited::Expired => self.expire(guest.op, run),
+            Waited::Done(()) | Waited::Over => Ok(()),
+        }
+    }
+
+    /// Waits for snapshot reads that were directed at the source, then marks the granules clear (S5, S71). `false`: look again.
+    async fn fence_off(&self, guest: &Guest<'_>, batch: &Granules) -> IoResult<bool> {
+        let range = self.geo.bytes(batch);
+        // The states have been seen to leave NEEDED; now look for readers.
+        if !self.fence.is_quiet(range) {
+            self.counters.frozen_waits.fetch_add(1, Relaxed);
+            let over = || self.is_passive();
+            let ended = self.fence.readers_ended(range);
+            if let Waited::Expired = self.wait_for_others(guest.cx, guest.deadline, over, ended).await? {
+                // The old data is safe, so nothing breaks: the mark overtakes the readers, who see it and choose again (S34).
+                self.counters.timeouts.fetch_add(1, Relaxed);
+            }
+        }
+        Ok(mark(&self.states, batch.clone()))
+    }
+
     /// Reserves space, claims what is still needed of `run`, and waits for its copy. An error is the guest's own (S8).
-    async fn copy_run(
-        self: &Arc<Self>,
-        cx: &Cx,
-        run: Range<u64>,
-        known_zero: bool,
-        deadline: Option<Instant>,
-    ) -> IoResult {
+    async fn copy_run(self: &Arc<Self>, guest: &Guest<'_>, run: Granules, known_zero: bool) -> IoResult {
         let mut memory = None;
         if !known_zero {
-            match self.space(cx, &run, deadline).await? {
+            match self.space(guest, &run).await? {
                 Some(m) => memory = Some(m),
                 None => return Ok(()),
             }
         }
-        // Others may have been faster while this one waited for space (S43); what is not used of the reservation goes back with it.
+        // Others may have been faster while this one waited for space (S43).
         let Some(claim) = Claim::take(self, &run) else { return Ok(()) };
         let claimed = claim.run.clone();
         if let Some(m) = &mut memory {
-            m.give_back(m.len().saturating_sub(self.bytes(&claimed).len));
+            m.give_back(m.len().saturating_sub(self.geo.bytes(&claimed).len));
         }
-        let cell = self.spawn_copy(cx, claim, memory);
-        let done = std::future::poll_fn(|c| cell.poll(c));
-        match self.wait(cx, deadline, done).await? {
+        let copy = Running::new(guest.cx, claim, memory);
+        let over = || self.is_passive();
+        match self.wait(guest.cx, guest.deadline, over, copy).await? {
             Waited::Done(result) => result,
-            Waited::Passive => Ok(()),
-            Waited::Expired => self.expire(&claimed),
+            Waited::Over => Ok(()),
+            Waited::Expired => self.expire(guest.op, &claimed),
         }
     }
 
-    /// Memory for the run; `None` if the snapshot is over.
-    async fn space(
-        &self,
-        cx: &Cx,
-        run: &Range<u64>,
-        deadline: Option<Instant>,
-    ) -> IoResult<Option<Reservation>> {
-        let len = self.bytes(run).len;
-        let begun = cx.now();
-        let bound = self.config.space_wait.map(|t| begun.after(t));
-        let first = match (deadline, bound) {
+    /// Memory for the run; `None` if there is nothing to copy any more.
+    async fn space(&self, guest: &Guest<'_>, run: &Granules) -> IoResult<Option<Reservation>> {
+        let len = self.geo.bytes(run).len;
+        if len > BATCH_LEN {
+            // One granule of more than a batch: the target has no memory of its own (checked when the node was opened).
+            return Ok(Some(Reservation::unbounded(len)));
+        }
+        let begun = guest.cx.now();
+        let bound = self.live.space_deadline(begun);
+        let first = match (guest.deadline, bound) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
+        let over = || self.is_passive() || run.clone().all(|g| self.states.get(g).state() != State::Needed);
         let target = self.target.node();
-        let waited = self.wait(cx, first, target.reserve(cx, len, Class::Copy)).await?;
-        self.counters.space.record(cx.now().since(begun).as_nanos() as u64);
-        match waited {
-            Waited::Done(Ok(memory)) => Ok(Some(memory)),
-            Waited::Done(Err(e)) if e.errno == libc::ECANCELED => Err(e),
-            Waited::Done(Err(e)) => self.fail(Failure::Space, true, Op::Write, run, e).map(|()| None),
-            Waited::Passive => Ok(None),
-            Waited::Expired if first == deadline && deadline != bound => self.expire(run).map(|()| None),
-            Waited::Expired => {
-                self.fail(Failure::Space, true, Op::Write, run, IoError::os(libc::ENOSPC)).map(|()| None)
-            }
-        }
+        let waited = self.wait(guest.cx, first, over, target.reserve(guest.cx, len, Class::Copy)).await?;
+        self.counters.space.record(guest.cx.now().since(begun).as_nanos() as u64);
+        let error = match waited {
+            Waited::Done(Ok(memory)) => return Ok(Some(memory)),
+            Waited::Done(Err(e)) if guest.cx.is_cancelled() => return Err(e),
+            Waited::Done(Err(e)) => e,
+            Waited::Over => return Ok(None),
+            Waited::Expired if bound != first => return self.expire(guest.op, run).map(|()| None),
+            Waited::Expired => IoError::os(libc::ENOSPC),
+        };
+        self.fail(Failure::Space, true, guest.op, run, error).map(|()| None)
     }
 
-    /// The guest has waited for too long (S34). The copy goes on; its result finds the granules lost, or the snapshot broken.
-    fn expire(&self, run: &Range<u64>) -> IoResult {
+    /// The guest has waited for too long for granules of `run` (S34). Their copies go on; a result that comes late finds the granules lost, or
+    /// the snapshot broken.
+    fn expire(&self, op: Op, run: &Granules) -> IoResult {
+        let held = |g: &u64| HELD.has(self.states.get(*g).state());
+        let Some(first) = run.clone().find(held) else { return Ok(()) };
+        let last = run.clone().rev().find(held).unwrap_or(first);
         self.counters.timeouts.fetch_add(1, Relaxed);
-        let unsafe_ones = |g: &u64| !self.states.is_clear(*g);
-        let first = run.clone().find(unsafe_ones).unwrap_or(run.start);
-        self.fail(Failure::Timeout, true, Op::Write, &(first..run.end), IoError::os(libc::ETIMEDOUT))
+        self.fail(Failure::Timeout, true, op, &(first..last + 1), IoError::os(libc::ETIMEDOUT))
     }
+}
+
+/// Lets other tasks have a turn.
+async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }

@@ -1,12 +1,14 @@
 //! The filter as a node, and what a job asks of it.
 
 use super::copy::{CopyError, CopyOutcome};
-use super::options::{CBW_PROPS, Config};
+use super::fence::mark;
+use super::geometry::{Geometry, Granules};
+use super::options::{CBW_PROPS, CbwOptions};
 use super::point::Point;
-use super::state::State;
+use super::state::{HELD, KEPT, State, StateSet};
 use crate::error::{Error, IoResult, Result};
 use crate::graph::OpenCx;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
 use crate::options::Options;
 use crate::queue::Cx;
 use crate::report::{LostRange, Report};
@@ -17,10 +19,12 @@ use crate::sync::Arc;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::units::ByteRange;
 use std::any::Any;
-use std::ops::Range;
+use std::time::Duration;
 
 /// A request that touches more granules than this is looked at by a task.
 const FAST_GRANULES_MAX: u64 = 64;
+/// How long a snapshot that is over is waited for when its filter goes.
+pub(super) const LATE_WAIT: Duration = Duration::from_millis(500);
 
 /// The copy-before-write filter.
 #[derive(Debug)]
@@ -35,7 +39,7 @@ impl CbwNode {
         let target = cx.require_child(&mut o, "target")?;
         let (source_limits, target_limits) = (file.node().limits(), target.node().limits());
         let cached = target.node().driver() == "ram-cache";
-        let config = Config::take(&mut o, target_limits, cached)?;
+        let options = CbwOptions::take(&mut o)?;
         o.finish_for(&CBW_PROPS)?;
         if target_limits.size < source_limits.size {
             return Err(Error::invalid(format!(
@@ -46,8 +50,9 @@ impl CbwNode {
         if target_limits.read_only {
             return Err(Error::invalid("option 'target': is read-only"));
         }
-        let point =
-            Point::new(cx.env().clone(), cx.name().to_owned(), file, target, config, source_limits.size);
+        let granule = options.granule_wish(u64::from(target_limits.cluster), cached).choose()?;
+        let geo = Geometry::new(source_limits.size, granule);
+        let point = Point::new(cx.env().clone(), cx.name().to_owned(), file, target, &options, geo);
         Ok(Arc::new(Self { point }))
     }
 
@@ -57,34 +62,48 @@ impl CbwNode {
 
     /// Bytes per granule.
     pub fn granule(&self) -> u64 {
-        self.point.config.granule
+        self.point.geo.granule()
     }
 
     /// Length of the snapshot in bytes.
     pub fn size(&self) -> u64 {
-        self.point.size
+        self.point.geo.size()
     }
 
     /// Number of granules.
     pub fn granules(&self) -> u64 {
-        self.point.states.len()
+        self.point.states.count()
     }
 
     /// The next bytes at or behind `offset` that are needed, at most `max` (at least one granule) and within one call's bounded search; `None` if there are none
     /// behind it. The search goes on where the answer ends.
     pub fn needed_from(&self, offset: u64, max: u64) -> Option<ByteRange> {
         let p = &self.point;
-        let first = offset / self.granule();
-        let run = p.states.needed_run(first..p.states.len(), (max / self.granule()).max(1))?;
-        Some(p.bytes(&run))
+        let run = p.states.next_run(p.geo.granule_of(offset)..u64::MAX, StateSet::of(&[State::Needed]))?;
+        Some(p.geo.bytes(&(run.start..run.end.min(run.start + (max / self.granule()).max(1)))))
+    }
+
+    /// The next bytes at or behind `offset` whose write to the target has failed after guests were released: [`CbwNode::copy`] of them, without
+    /// memory, tries again. To be looked at before new pieces are begun, or failed ones use up the memory for new ones.
+    pub fn failed_from(&self, offset: u64) -> Option<ByteRange> {
+        self.point.transits.next_failed(offset)
+    }
+
+    /// Whether nothing is left to be done: no granule is needed or on its way.
+    pub fn is_complete(&self) -> bool {
+        let p = &self.point;
+        p.transits.is_empty() && p.states.next_run(0..u64::MAX, HELD).is_none()
     }
 
     /// Whether a granule of `range` is on its way right now.
     pub fn is_copying(&self, range: ByteRange) -> bool {
-        self.point.states.find(self.point.granules(range), State::Reading).is_some()
+        let p = &self.point;
+        p.states.next_run(p.geo.touched(range), StateSet::of(&[State::Reading])).is_some()
     }
 
-    /// Copies what is still needed of `range` in the background; see `copy.rs`. `memory` is at least as long as the range.
+    /// Copies what is still needed of `range` in the background, through `memory`. That is at least as long as the range and is kept until the target
+    /// has acknowledged (S53); or empty, if the source is known to read as zeros there or the range comes from [`CbwNode::failed_from`].
+    /// Guests that meet a granule of it go on when its read is done (S7).
     pub async fn copy(
         &self,
         cx: &Cx,
@@ -95,9 +114,15 @@ impl CbwNode {
         self.point.copy(cx, range, memory, class).await
     }
 
-    /// Takes whole granules out of the snapshot before it begins (unallocated ones of `sync=top`) or when its reader has done with them (S20).
+    /// Takes whole granules out of the snapshot when its reader has done with them (S20), and discards them at the target. Returns the bytes released.
     pub async fn release(&self, cx: &Cx, range: ByteRange) -> IoResult<u64> {
-        self.point.release(cx, self.point.whole_granules(range)).await
+        self.point.release(cx, self.point.geo.covered(range)).await
+    }
+
+    /// Takes whole granules that are still needed out of the snapshot, such as unallocated ones for `sync=top`, without I/O. What has been copied or is on
+    /// its way stays. Returns the bytes released.
+    pub fn release_needed(&self, range: ByteRange) -> u64 {
+        self.point.release_needed(self.point.geo.covered(range))
     }
 
     /// Reads the disk as it was at the instant.
@@ -109,7 +134,7 @@ impl CbwNode {
 
     /// Bytes of granules that need no copy any more: copied for guests, copied in the background, released or lost.
     pub fn settled_bytes(&self) -> u64 {
-        self.point.settled_bytes.load(Relaxed)
+        self.point.settled_bytes()
     }
 
     /// Of these, bytes that were not part of the snapshot.
@@ -127,14 +152,21 @@ impl CbwNode {
         self.point.break_snapshot(report);
     }
 
-    /// Gives up one range (S50).
+    /// Gives up one range, whatever has become of it (S50).
     pub fn lose(&self, range: ByteRange, report: Report) {
-        self.point.lose(&self.point.granules(range), report);
+        let run = self.point.geo.touched(range);
+        self.point.transits.forget(self.point.geo.bytes(&run));
+        self.point.lose(&run, KEPT, report);
+    }
+
+    /// The target has given up a range for good, after guests were released: the range is lost, or the snapshot broken, as the options say (S28).
+    pub fn target_failed(&self, range: ByteRange, report: Report) {
+        if self.loses_ranges() { self.lose(range, report) } else { self.break_snapshot(report) }
     }
 
     /// Whether a failure after the guest was released loses its range only.
     pub fn loses_ranges(&self) -> bool {
-        self.point.config.lose_range
+        self.point.live.loss_scope() == super::options::LossScope::Range
     }
 
     /// The snapshot is over: every request passes from now on, and waiters are let go.
@@ -162,9 +194,32 @@ impl CbwNode {
         self.point.errors.to_json()
     }
 
-    fn granules_clear(&self, range: ByteRange) -> bool {
-        let run: Range<u64> = self.point.granules(range);
-        run.end - run.start <= FAST_GRANULES_MAX && run.into_iter().all(|g| self.point.states.is_clear(g))
+    /// Waits until no copy is under way, late ones included, at most for `limit`; whether that was so. After [`CbwNode::end`] copies end with
+    /// their next I/O.
+    pub async fn quiet(&self, cx: &Cx, limit: Option<Duration>) -> bool {
+        self.point.quiet(cx, limit).await
+    }
+
+    /// Whether a changing request may go down without a look. Granules that are safe but not yet marked are marked here if no reader is in the way (S71);
+    /// first touches of a stream are left to the slow path, which reads ahead.
+    pub(super) fn passes(&self, range: ByteRange) -> bool {
+        let p = &self.point;
+        if p.is_passive() {
+            return true;
+        }
+        let run: Granules = p.geo.touched(range);
+        if run.end - run.start > FAST_GRANULES_MAX {
+            return false;
+        }
+        let mut clear = true;
+        for g in run.clone() {
+            let seen = p.states.get(g);
+            if HELD.has(seen.state()) {
+                return false;
+            }
+            clear &= seen.is_clear();
+        }
+        clear || !p.readahead.expects(&run) && p.fence.is_quiet(p.geo.bytes(&run)) && mark(&p.states, run)
     }
 }
 
@@ -185,11 +240,7 @@ impl Node for CbwNode {
         let pass = match req.op {
             // Guest flush and FUA concern the source only (S21).
             Op::Read | Op::Flush => true,
-            Op::Write | Op::WriteZeroes => self.point.is_passive() || self.granules_clear(req.range),
-            Op::Discard if self.point.config.hold_discards && !self.point.is_passive() => {
-                return Plan::Done(Ok(()));
-            }
-            Op::Discard => self.point.is_passive() || self.granules_clear(req.range),
+            Op::Write | Op::WriteZeroes | Op::Discard => self.passes(req.range),
         };
         if pass { self.point.file.get().plan(req) } else { Plan::Slow }
     }
@@ -213,23 +264,49 @@ impl Node for CbwNode {
         })
     }
 
-    /// Ends the snapshot's copying for good once the filter is out of the graph is the remover's business ([`CbwNode::end`]); what has been preserved goes down here.
+    /// Waits for the copies under way, then for what the target holds in memory. A snapshot that is over waits for late copies only, and for a while
+    /// only: their target may be dead, and their memory belongs to them (S3).
     fn settle<'a>(&'a self, cx: &'a Cx) -> NodeFuture<'a, IoResult> {
         Box::pin(async move {
             if self.point.is_passive() {
+                self.point.quiet(cx, Some(LATE_WAIT)).await;
                 return Ok(());
             }
+            self.point.quiet(cx, None).await;
             let target = self.point.target.node();
             target.settle(cx).await
         })
     }
 
+    fn detaching(&self) {
+        self.end();
+    }
+
+    fn reserve<'a>(&'a self, cx: &'a Cx, len: u64, class: Class) -> NodeFuture<'a, IoResult<Reservation>> {
+        let file = self.point.file.node();
+        Box::pin(async move { file.reserve(cx, len, class).await })
+    }
+
+    fn set(&self, key: &str, value: &str) -> Result<()> {
+        if self.point.live.set(key, value)? {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("driver 'copy-before-write' has no live option '{key}'")))
+    }
+
     fn get(&self, key: &str) -> Option<String> {
         match key {
-            "granularity" => Some(self.granule().to_string()),
-            "broken" => Some(if self.broken().is_some() { "on" } else { "off" }.to_owned()),
+            "granule" | "granularity" => Some(self.granule().to_string()),
+            "state" => Some(
+                match (self.broken().is_some(), self.point.is_passive()) {
+                    (true, _) => "broken",
+                    (false, true) => "ended",
+                    (false, false) => "active",
+                }
+                .to_owned(),
+            ),
             "errors" => Some(self.errors_json().to_string()),
-            _ => None,
+            _ => self.point.live.get(key),
         }
     }
 

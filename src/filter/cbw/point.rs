@@ -1,24 +1,27 @@
 //! The instant: everything the parts of the filter share.
 
 use super::fence::Fence;
-use super::options::Config;
+use super::geometry::{Geometry, Granules};
+use super::options::{CbwOptions, Live, LossScope, OnCbwError};
 use super::policy::{Failure, Verdict, decide};
 use super::readahead::Detector;
-use super::state::{State, States};
+use super::state::{HELD, State, StateSet, States};
 use super::stats::Counters;
+use super::transit::Transits;
 use crate::error::{Code, IoError, IoResult};
 use crate::events::{Event, EventKind};
 use crate::node::Edge;
 use crate::queue::{Cx, Env};
 use crate::report::{Action, ErrorLog, LostList, LostRange, Report};
-use crate::request::{Buffers, Op};
+use crate::request::Op;
 use crate::rt::Instant;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex};
-use crate::units::{ByteRange, align_down};
-use std::collections::BTreeMap;
+use event_listener::EventListener;
 use std::future::Future;
-use std::ops::Range;
+use std::pin::Pin;
+use std::task::Poll;
+use std::time::Duration;
 
 /// One instant of one disk.
 #[derive(Debug)]
@@ -27,13 +30,14 @@ pub(super) struct Point {
     pub(super) name: String,
     pub(super) file: Edge,
     pub(super) target: Edge,
-    pub(super) config: Config,
-    /// Length of the disk at the instant; growth is not part of the snapshot (S36).
-    pub(super) size: u64,
+    pub(super) live: Live,
+    /// The disk at the instant; growth is not part of the snapshot (S36).
+    pub(super) geo: Geometry,
     pub(super) states: States,
     pub(super) fence: Fence,
-    /// Data of background copies between the end of their read and the target's acknowledgement, by offset; readable meanwhile (S7, S15).
-    pub(super) transit: Mutex<BTreeMap<u64, Transit>>,
+    pub(super) transits: Transits,
+    /// Whether the target read as zeros at the instant, so that zeros need not be written to it.
+    pub(super) target_is_zero: bool,
     /// The snapshot is over or broken: every request passes, copying has stopped.
     passive: AtomicBool,
     broken: Mutex<Option<Report>>,
@@ -43,24 +47,19 @@ pub(super) struct Point {
     pub(super) changed: event_listener::Event,
     pub(super) counters: Counters,
     /// Bytes of granules that need no copy any more.
-    pub(super) settled_bytes: AtomicU64,
+    settled_bytes: AtomicU64,
     pub(super) readahead: Detector,
-}
-
-/// Data on its way to the target.
-#[derive(Clone, Debug)]
-pub(super) struct Transit {
-    pub(super) bufs: Buffers,
-    /// The write has failed and waits to be tried again.
-    pub(super) failed: bool,
+    /// Copies under way, whoever waits for them.
+    running: AtomicUsize,
+    idle: event_listener::Event,
 }
 
 /// How a wait ended.
 pub(super) enum Waited<T> {
     /// What was waited for.
     Done(T),
-    /// The snapshot is over: pass.
-    Passive,
+    /// There is nothing to wait for any more: look again.
+    Over,
     /// The guest's limit was reached.
     Expired,
 }
@@ -71,19 +70,21 @@ impl Point {
         name: String,
         file: Edge,
         target: Edge,
-        config: Config,
-        size: u64,
+        options: &CbwOptions,
+        geo: Geometry,
     ) -> Arc<Self> {
-        let granules = size.div_ceil(config.granule);
+        let target_is_zero = target.get().limits().zero_init;
         Arc::new(Self {
             env,
             name,
             file,
             target,
-            size,
-            states: States::new(granules),
-            fence: Fence::new(),
-            transit: Mutex::default(),
+            live: Live::new(options),
+            states: States::new(geo.count()),
+            fence: Fence::new(geo.granule_log2()),
+            geo,
+            transits: Transits::default(),
+            target_is_zero,
             passive: AtomicBool::new(false),
             broken: Mutex::default(),
             errors: ErrorLog::default(),
@@ -92,128 +93,124 @@ impl Point {
             counters: Counters::default(),
             settled_bytes: AtomicU64::new(0),
             readahead: Detector::default(),
-            config,
+            running: AtomicUsize::new(0),
+            idle: event_listener::Event::new(),
         })
     }
 
-    /// The granules that `range` touches, inside the snapshot.
-    pub(super) fn granules(&self, range: ByteRange) -> Range<u64> {
-        let g = self.config.granule;
-        let end = range.end().min(self.size).div_ceil(g);
-        (range.offset / g).min(end)..end
-    }
-
-    /// The granules that lie wholly inside `range`; the short last one counts when the range reaches the end of the snapshot.
-    pub(super) fn whole_granules(&self, range: ByteRange) -> Range<u64> {
-        let g = self.config.granule;
-        let first = range.offset.div_ceil(g);
-        let end = if range.end() >= self.size { self.states.len() } else { align_down(range.end(), g) / g };
-        first.min(end)..end
-    }
-
-    /// The bytes of a run of granules; the last granule may be short (S37).
-    pub(super) fn bytes(&self, run: &Range<u64>) -> ByteRange {
-        let g = self.config.granule;
-        let offset = (run.start * g).min(self.size);
-        ByteRange { offset, len: (run.end * g).min(self.size) - offset }
-    }
-
     pub(super) fn is_passive(&self) -> bool {
+        // Acquire: partner of the Release in `stop`.
         self.passive.load(Ordering::Acquire)
     }
 
-    /// Moves a granule to a final state; counts its bytes the first time. Returns whether it was in `from`.
-    pub(super) fn settle(&self, granule: u64, from: State, to: State) -> bool {
-        let moved = self.states.change(granule, from, to);
-        if moved && matches!(from, State::Needed | State::Reading) {
-            let len = self.bytes(&(granule..granule + 1)).len;
-            self.settled_bytes.fetch_add(len, Ordering::Relaxed);
-        }
-        moved
+    pub(super) fn settled_bytes(&self) -> u64 {
+        self.settled_bytes.load(Ordering::Relaxed)
     }
 
-    /// Waits for `future`, the end of the snapshot, or the deadline. The wait is one for others' work, so a cancelled request leaves it with ECANCELED.
+    /// Moves a granule out of a state of `from`; counts its bytes when it leaves NEEDED and READING for good.
+    pub(super) fn change(&self, granule: u64, from: StateSet, to: State) -> bool {
+        let Some(was) = self.states.change(granule, from, to) else { return false };
+        if HELD.has(was) && !HELD.has(to) {
+            self.settled_bytes.fetch_add(self.geo.bytes(&(granule..granule + 1)).len, Ordering::Relaxed);
+        }
+        true
+    }
+
+    /// Waits for `future` until the deadline, or until `over` holds, which is looked at whenever the snapshot or a part of it is given up. A cancelled
+    /// request leaves the wait with ECANCELED. Nothing but `future` is touched if that is ready at once.
     pub(super) async fn wait<F: Future>(
         &self,
         cx: &Cx,
         deadline: Option<Instant>,
+        over: impl Fn() -> bool,
         future: F,
     ) -> IoResult<Waited<F::Output>> {
-        let over = async {
-            loop {
-                let listener = self.changed.listen();
-                if self.is_passive() {
-                    return;
-                }
-                listener.await;
+        let mut future = std::pin::pin!(future);
+        let mut listener: Option<EventListener> = None;
+        let either = std::future::poll_fn(|context| {
+            if let Poll::Ready(value) = future.as_mut().poll(context) {
+                return Poll::Ready(Waited::Done(value));
             }
-        };
-        let either = async {
-            let mut future = std::pin::pin!(future);
-            let mut over = std::pin::pin!(over);
-            std::future::poll_fn(|c| {
-                if let std::task::Poll::Ready(v) = future.as_mut().poll(c) {
-                    return std::task::Poll::Ready(Waited::Done(v));
+            loop {
+                if let Some(l) = &mut listener
+                    && Pin::new(l).poll(context).is_pending()
+                {
+                    return Poll::Pending;
                 }
-                over.as_mut().poll(c).map(|()| Waited::Passive)
-            })
-            .await
-        };
-        Ok(cx.waiting(cx.until(deadline, either)).await?.unwrap_or(Waited::Expired))
+                // Listen first, then look: a change in between notifies the listener.
+                listener = Some(self.changed.listen());
+                if over() {
+                    return Poll::Ready(Waited::Over);
+                }
+            }
+        });
+        Ok(cx.cancellable(cx.until(deadline, either)).await?.unwrap_or(Waited::Expired))
     }
 
-    /// What `failure` means for the granules of `run`; carries it out except for the guest's own error, which is returned. `held`: see [`decide`].
+    /// [`Point::wait`] for the work of others, which may be on queues that nobody drives.
+    pub(super) async fn wait_for_others<F: Future>(
+        &self,
+        cx: &Cx,
+        deadline: Option<Instant>,
+        over: impl Fn() -> bool,
+        future: F,
+    ) -> IoResult<Waited<F::Output>> {
+        let guard = cx.wait_guard();
+        let waited = self.wait(cx, deadline, over, future).await;
+        drop(guard);
+        waited
+    }
+
+    /// Whether nobody copies any granule of `run` any more, or the snapshot is over.
+    pub(super) fn is_settled(&self, run: &Granules) -> bool {
+        self.is_passive() || run.clone().all(|g| !HELD.has(self.states.get(g).state()))
+    }
+
+    /// What `failure` means for the granules of `run` that are still held, carried out except for the guest's own error, which is
+    /// returned. `held`: see [`decide`].
     pub(super) fn fail(
         &self,
         failure: Failure,
         held: bool,
         op: Op,
-        run: &Range<u64>,
+        run: &Granules,
         error: IoError,
     ) -> IoResult {
-        let verdict = decide(failure, held, self.config.break_guest_write, self.config.lose_range);
-        let code = match failure {
-            Failure::Read => Code::ReadFailed,
-            Failure::Space => Code::CacheFull,
-            Failure::Write => Code::TargetFailed,
-            Failure::Timeout => Code::CbwTimeout,
-        };
-        let range = self.bytes(run);
-        let report =
-            Report::new(&self.env.runtime, IoError::new(error.errno, code), failure.side(), op, range)
-                .on_node(self.name.clone());
-        match verdict {
+        let break_guest_write = self.live.on_error() == OnCbwError::BreakGuestWrite;
+        let lose_range = self.live.loss_scope() == LossScope::Range;
+        let report = self.report(failure, op, run, error);
+        match decide(failure, held, break_guest_write, lose_range) {
             Verdict::FailGuest => {
                 self.errors.add(report.action(Action::GuestWriteFailed));
                 let code = if failure == Failure::Timeout { Code::CbwTimeout } else { Code::CbwFailed };
-                Err(IoError::new(libc::EIO, code))
+                return Err(IoError::new(libc::EIO, code));
             }
-            Verdict::LoseRange => {
-                self.lose(run, report);
-                Ok(())
-            }
-            Verdict::BreakSnapshot => {
-                self.break_snapshot(report);
-                Ok(())
-            }
+            Verdict::LoseRange => self.lose(run, HELD, report),
+            Verdict::BreakSnapshot => self.break_snapshot(report),
         }
+        Ok(())
     }
 
-    /// Gives up a run of granules and lets guests pass (S50). Snapshot reads that were directed at the source look again when their read has ended (S34).
-    pub(super) fn lose(&self, run: &Range<u64>, report: Report) {
-        let report = self.errors.add(report.action(Action::RangeLost));
-        for g in run.clone() {
-            let gone = [State::Needed, State::Reading, State::Preserved]
-                .iter()
-                .any(|s| self.settle(g, *s, State::Lost));
-            if gone {
-                self.states.set_clear(g);
-                let range = self.bytes(&(g..g + 1));
-                self.lost.add(LostRange { range, error: report.error, real_ns: report.real_ns });
-            }
+    fn report(&self, failure: Failure, op: Op, run: &Granules, error: IoError) -> Report {
+        let error = IoError::new(error.errno, failure.code());
+        Report::new(&self.env.runtime, error, failure.side(), op, self.geo.bytes(run))
+            .on_node(self.name.clone())
+    }
+
+    /// Gives up those granules of a run that are in one of `from`, and lets guests pass (S50). Snapshot reads that were directed at the source look again
+    /// when their read has ended (S34).
+    pub(super) fn lose(&self, run: &Granules, from: StateSet, report: Report) {
+        let gone: Vec<u64> = run.clone().filter(|g| self.change(*g, from, State::Lost)).collect();
+        if gone.is_empty() {
+            return;
         }
-        let range = self.bytes(run);
-        self.transit.lock().retain(|at, t| *at + t.bufs.len() as u64 <= range.offset || *at >= range.end());
+        let report = self.errors.add(report.action(Action::RangeLost));
+        for g in gone {
+            let range = self.geo.bytes(&(g..g + 1));
+            self.lost.add(LostRange { range, error: report.error, real_ns: report.real_ns });
+            // Only now: a reader that meets LOST finds the cause.
+            self.states.mark_clear(g);
+        }
         self.changed.notify(usize::MAX);
         self.post(EventKind::RangeLost, &report);
     }
@@ -237,12 +234,41 @@ impl Point {
     /// Ends copying without an error: the job is over.
     pub(super) fn stop(&self) {
         self.passive.store(true, Ordering::Release);
-        self.transit.lock().clear();
+        self.transits.clear();
         self.changed.notify(usize::MAX);
     }
 
     pub(super) fn broken(&self) -> Option<Report> {
         self.broken.lock().clone()
+    }
+
+    /// What a reader of a snapshot that is over is told: the cause, if there is one.
+    pub(super) fn over_error(&self) -> IoError {
+        let errno = self.broken().map_or(libc::ESHUTDOWN, |r| r.error.errno);
+        IoError::new(errno, Code::SnapshotBroken)
+    }
+
+    /// Counts a copy for as long as the guard lives.
+    pub(super) fn copying(self: &Arc<Self>) -> Copying {
+        self.running.fetch_add(1, Ordering::AcqRel);
+        Copying(self.clone())
+    }
+
+    /// Waits until no copy is under way, at most for `limit`; whether that was so.
+    pub(super) async fn quiet(&self, cx: &Cx, limit: Option<Duration>) -> bool {
+        let guard = cx.wait_guard();
+        let quiet = async {
+            loop {
+                let listener = self.idle.listen();
+                if self.running.load(Ordering::Acquire) == 0 {
+                    return;
+                }
+                listener.await;
+            }
+        };
+        let done = cx.until(limit.map(|l| cx.now().after(l)), quiet).await.is_some();
+        drop(guard);
+        done
     }
 
     fn post(&self, kind: EventKind, r: &Report) {
@@ -255,5 +281,17 @@ impl Point {
             side: r.side,
             ..Event::new(kind, self.name.clone())
         });
+    }
+}
+
+/// A copy under way; see [`Point::copying`].
+#[derive(Debug)]
+pub(super) struct Copying(Arc<Point>);
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        if self.0.running.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.idle.notify(usize::MAX);
+        }
     }
 }

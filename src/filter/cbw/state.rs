@@ -1,64 +1,72 @@
-//! States of the granules: one atomic byte each.
+//! The state of every granule, and its changes.
+//!
+//! One byte per granule, in chunks that are made when one of their granules first leaves NEEDED: a filter over a huge disk
+//! starts at once (S59) and what no guest touches costs nothing. BUFFERED, SPILLED and STORED of semantics.md are all
+//! *preserved* here: where the target node keeps the data is its own business, and what a background copy has read but not yet
+//! written is in `transit`.
+//!
+//! ```text
+//!   NEEDED <-> READING -> PRESERVED    READING falls back only while all writers are held (S72); they are: a writer goes on
+//!                                      only when the granule is marked clear, which NEEDED and READING never are.
+//!   NEEDED, PRESERVED -> RELEASED      final
+//!   any but RELEASED  -> LOST          final
+//! ```
+//!
+//! The *clear* mark (S71) says: the granule has left NEEDED and READING for good, and every read that was registered at the source before
+//! has ended (or was told to choose again, S34). It is the only thing the fast path looks at.
 
-use crate::sync::atomic::{AtomicU8, Ordering};
+use crate::sync::atomic::AtomicU8;
+use crate::sync::atomic::Ordering::{AcqRel, Acquire};
 use once_cell::sync::OnceCell;
 use std::ops::Range;
 
-/// State of a granule.
+/// What a granule's old data is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum State {
-    /// Old data is only on the source.
+    /// Old data is only on the source. Zero, so that memory never touched says this.
     Needed = 0,
-    /// Old data is on its way; a COPY entry covers the granule.
+    /// Claimed; on its way from the source into memory or, for a guest's copy, to the target node.
     Reading = 1,
-    /// The target (or a transit buffer) has it.
+    /// With the target node, or on its way there in memory of the filter.
     Preserved = 2,
-    /// Not part of the snapshot, or discarded by the reader.
+    /// Not part of the snapshot (any more).
     Released = 3,
     /// Gone.
     Lost = 4,
 }
 
-const CLEAR: u8 = 0x80;
-const STATE: u8 = 0x07;
+/// A set of states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct StateSet(u8);
 
-/// The bytes, in blocks that are made when a granule of theirs first leaves NEEDED: a block that is not there is all NEEDED (S59).
-#[derive(Debug)]
-pub(super) struct States {
-    blocks: Box<[OnceCell<Box<[AtomicU8]>>]>,
-    count: u64,
+impl StateSet {
+    /// The given states.
+    pub(super) const fn of(states: &[State]) -> Self {
+        let (mut bits, mut i) = (0, 0);
+        while i < states.len() {
+            bits |= 1 << states[i] as u8;
+            i += 1;
+        }
+        Self(bits)
+    }
+
+    /// Whether `state` is one of them.
+    pub(super) const fn has(self, state: State) -> bool {
+        self.0 >> state as u8 & 1 != 0
+    }
 }
 
-/// Granules per block.
-const BLOCK: u64 = 1 << 16;
+/// State and mark of a granule, as seen at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Seen(u8);
 
-impl States {
-    /// `count` granules, all NEEDED.
-    pub(super) fn new(count: u64) -> Self {
-        let blocks = (0..count.div_ceil(BLOCK)).map(|_| OnceCell::new()).collect();
-        Self { blocks, count }
-    }
+impl Seen {
+    const CLEAR: u8 = 0x80;
 
-    pub(super) fn len(&self) -> u64 {
-        self.count
-    }
-
-    fn load(&self, index: u64) -> u8 {
-        // Acquire: partner of the Release stores below; a block that is missing is NEEDED.
-        let block = self.blocks[(index / BLOCK) as usize].get();
-        block.map_or(0, |b| b[(index % BLOCK) as usize].load(Ordering::Acquire))
-    }
-
-    fn at(&self, index: u64) -> &AtomicU8 {
-        let block = &self.blocks[(index / BLOCK) as usize];
-        let bytes = block.get_or_init(|| (0..BLOCK).map(|_| AtomicU8::new(0)).collect());
-        &bytes[(index % BLOCK) as usize]
-    }
-
-    /// The state now. SeqCst is not needed here: S15's fences are in the in-flight list.
-    pub(super) fn get(&self, index: u64) -> State {
-        match self.load(index) & STATE {
+    /// The state.
+    pub(super) fn state(self) -> State {
+        match self.0 & !Self::CLEAR {
             0 => State::Needed,
             1 => State::Reading,
             2 => State::Preserved,
@@ -67,87 +75,184 @@ impl States {
         }
     }
 
-    /// Whether guests may pass without a look (S71). Acquire: partner of the Release in `set_clear`, so that whoever passes comes after the reads that were waited for.
-    pub(super) fn is_clear(&self, index: u64) -> bool {
-        self.load(index) & CLEAR != 0
-    }
-
-    /// Marks a granule that has left NEEDED.
-    pub(super) fn set_clear(&self, index: u64) {
-        self.at(index).fetch_or(CLEAR, Ordering::Release);
-    }
-
-    /// `from` to `to`; false if the granule is in another state. AcqRel: the winner sees what the former owner of the state did, and publishes its own.
-    pub(super) fn change(&self, index: u64, from: State, to: State) -> bool {
-        let byte = self.at(index);
-        let mut now = byte.load(Ordering::Acquire);
-        loop {
-            if now & STATE != from as u8 {
-                return false;
-            }
-            match byte.compare_exchange_weak(now, now & CLEAR | to as u8, Ordering::AcqRel, Ordering::Acquire)
-            {
-                Ok(_) => return true,
-                Err(other) => now = other,
-            }
-        }
-    }
-
-    /// The first run of NEEDED granules inside `range`, at most `max` long.
-    pub(super) fn needed_run(&self, range: Range<u64>, max: u64) -> Option<Range<u64>> {
-        let first = self.find(range.clone(), State::Needed)?;
-        let limit = range.end.min(first + max);
-        let end = (first..limit).find(|g| self.get(*g) != State::Needed).unwrap_or(limit);
-        Some(first..end)
-    }
-
-    /// The first granule of `range` in this state.
-    pub(super) fn find(&self, range: Range<u64>, state: State) -> Option<u64> {
-        range.into_iter().find(|g| self.get(*g) == state)
+    /// Whether writes may go to the source without a look (S71).
+    pub(super) fn is_clear(self) -> bool {
+        self.0 & Self::CLEAR != 0
     }
 }
 
-#[cfg(test)]
+/// States whose data is not yet safe: writers are held.
+pub(super) const HELD: StateSet = StateSet::of(&[State::Needed, State::Reading]);
+/// States in which old data is on the way or safe; what can be lost.
+pub(super) const KEPT: StateSet = StateSet::of(&[State::Needed, State::Reading, State::Preserved]);
+
+#[cfg(not(cobweb_loom))]
+const CHUNK_LOG2: u32 = 16;
+/// loom's atomics are dear.
+#[cfg(cobweb_loom)]
+const CHUNK_LOG2: u32 = 1;
+
+type Chunk = Box<[AtomicU8]>;
+
+/// The states of a disk's granules. Any thread; wait-free but for the allocation of a chunk.
+pub(super) struct States {
+    chunks: Box<[OnceCell<Chunk>]>,
+    count: u64,
+}
+
+impl States {
+    /// `count` granules, all NEEDED. Costs a word or three per 65536 granules.
+    pub(super) fn new(count: u64) -> Self {
+        let chunks = (0..count.div_ceil(1 << CHUNK_LOG2)).map(|_| OnceCell::new()).collect();
+        Self { chunks, count }
+    }
+
+    /// Number of granules.
+    pub(super) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// State and mark of a granule.
+    pub(super) fn get(&self, granule: u64) -> Seen {
+        match self.chunks[(granule >> CHUNK_LOG2) as usize].get() {
+            // Acquire: partner is every exchange below. Who sees a state sees what led to it.
+            Some(chunk) => Seen(chunk[(granule & ((1 << CHUNK_LOG2) - 1)) as usize].load(Acquire)),
+            None => Seen(0),
+        }
+    }
+
+    /// NEEDED becomes READING; whether it was this call that did it.
+    pub(super) fn claim(&self, granule: u64) -> bool {
+        self.change(granule, StateSet::of(&[State::Needed]), State::Reading).is_some()
+    }
+
+    /// Changes a granule that is in one of `from` to `to`, keeping the mark; what it was before, or `None` if it was in none of them.
+    pub(super) fn change(&self, granule: u64, from: StateSet, to: State) -> Option<State> {
+        let cell = self.cell(granule);
+        // Acquire: as in `get`; the load is a result when the state does not fit.
+        let mut seen = cell.load(Acquire);
+        loop {
+            let was = Seen(seen).state();
+            if !from.has(was) {
+                return None;
+            }
+            let next = to as u8 | seen & Seen::CLEAR;
+            // AcqRel: partner is every load here. For the fence (S5) the order comes from the in-flight list, see `fence`.
+            match cell.compare_exchange_weak(seen, next, AcqRel, Acquire) {
+                Ok(_) => return Some(was),
+                Err(now) => seen = now,
+            }
+        }
+    }
+
+    /// Sets the clear mark; refused for a granule that is NEEDED or READING.
+    pub(super) fn mark_clear(&self, granule: u64) -> bool {
+        let cell = self.cell(granule);
+        let mut seen = cell.load(Acquire);
+        loop {
+            if HELD.has(Seen(seen).state()) {
+                return false;
+            }
+            if Seen(seen).is_clear() {
+                return true;
+            }
+            // AcqRel: who passes by the mark comes after the reads that the marker waited for.
+            match cell.compare_exchange_weak(seen, seen | Seen::CLEAR, AcqRel, Acquire) {
+                Ok(_) => return true,
+                Err(now) => seen = now,
+            }
+        }
+    }
+
+    /// Length of the run at the start of `granules` for which `same` holds.
+    pub(super) fn run(&self, granules: Range<u64>, same: impl Fn(Seen) -> bool) -> u64 {
+        granules.clone().take_while(|g| same(self.get(*g))).count() as u64
+    }
+
+    /// The first run of granules of `range` that are in a state of `set`.
+    pub(super) fn next_run(&self, range: Range<u64>, set: StateSet) -> Option<Range<u64>> {
+        let (mut at, end) = (range.start, range.end.min(self.count));
+        while at < end {
+            let chunk_end = (((at >> CHUNK_LOG2) + 1) << CHUNK_LOG2).min(end);
+            if self.chunks[(at >> CHUNK_LOG2) as usize].get().is_none() && !set.has(State::Needed) {
+                at = chunk_end;
+            } else if set.has(self.get(at).state()) {
+                return Some(at..at + self.run(at..end, |s| set.has(s.state())));
+            } else {
+                at += 1;
+            }
+        }
+        None
+    }
+
+    fn cell(&self, granule: u64) -> &AtomicU8 {
+        debug_assert!(granule < self.count);
+        let index = granule >> CHUNK_LOG2;
+        let chunk = self.chunks[index as usize].get_or_init(|| {
+            let left = self.count - (index << CHUNK_LOG2);
+            (0..left.min(1 << CHUNK_LOG2)).map(|_| AtomicU8::new(State::Needed as u8)).collect()
+        });
+        &chunk[(granule & ((1 << CHUNK_LOG2) - 1)) as usize]
+    }
+}
+
+impl std::fmt::Debug for States {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let made = self.chunks.iter().filter(|c| c.get().is_some()).count();
+        f.debug_struct("States").field("count", &self.count).field("chunks", &made).finish()
+    }
+}
+
+#[cfg(all(test, not(cobweb_loom)))]
 mod tests {
     use super::*;
 
+    const ALL: [State; 5] = [State::Needed, State::Reading, State::Preserved, State::Released, State::Lost];
+
     #[test]
-    fn a_change_keeps_the_clear_mark_and_fails_from_another_state() {
-        let s = States::new(2);
-        assert!(s.change(0, State::Needed, State::Reading));
-        assert!(!s.change(0, State::Needed, State::Reading));
-        assert!(s.change(0, State::Reading, State::Preserved));
-        assert!(!s.is_clear(0));
-        s.set_clear(0);
-        assert!(s.change(0, State::Preserved, State::Released));
-        assert!(s.is_clear(0) && !s.is_clear(1));
-        assert_eq!((s.get(0), s.get(1)), (State::Released, State::Needed));
+    fn a_new_table_is_needed_throughout_and_takes_no_memory() {
+        let s = States::new(1 << 30);
+        assert_eq!(s.get((1 << 30) - 1).state(), State::Needed);
+        assert_eq!(format!("{s:?}"), "States { count: 1073741824, chunks: 0 }");
+        assert!(s.claim(5));
+        assert_eq!(format!("{s:?}"), "States { count: 1073741824, chunks: 1 }");
     }
 
     #[test]
-    fn needed_runs_agree_with_a_search_for_every_pattern() {
-        for pattern in 0u32..64 {
-            let s = States::new(6);
-            for g in 0..6 {
-                if pattern >> g & 1 == 1 {
-                    assert!(s.change(g, State::Needed, State::Released));
-                }
-            }
-            for from in 0..6u64 {
-                for max in 1..4 {
-                    let free: Vec<u64> = (from..6).filter(|g| pattern >> g & 1 == 0).collect();
-                    match s.needed_run(from..6, max) {
-                        None => assert!(free.is_empty()),
-                        Some(run) => {
-                            assert_eq!(run.start, free[0]);
-                            assert!(run.end - run.start <= max && run.clone().all(|g| free.contains(&g)));
-                            let whole =
-                                run.end - run.start == max || run.end == 6 || !free.contains(&run.end);
-                            assert!(whole, "the run is as long as it can be");
-                        }
-                    }
-                }
-            }
+    fn only_granules_that_are_safe_can_be_marked_and_changes_keep_the_mark() {
+        for from in ALL {
+            let s = States::new(1);
+            s.change(0, StateSet::of(&[State::Needed]), from);
+            assert_eq!(s.get(0).state(), from);
+            assert_eq!(s.mark_clear(0), !HELD.has(from), "{from:?}");
+            assert_eq!(s.get(0).is_clear(), !HELD.has(from));
+            let marked = s.get(0).is_clear();
+            assert_eq!(s.change(0, StateSet::of(&ALL), State::Lost), Some(from));
+            assert_eq!(s.get(0).is_clear(), marked);
         }
+    }
+
+    #[test]
+    fn a_granule_is_claimed_once() {
+        let s = States::new(3);
+        assert!(s.claim(1) && !s.claim(1));
+        assert_eq!(s.change(1, StateSet::of(&[State::Needed]), State::Released), None);
+        assert_eq!(s.get(1).state(), State::Reading);
+    }
+
+    #[test]
+    fn runs_are_found_across_chunks_and_cut_at_the_bound() {
+        let count = (1 << CHUNK_LOG2) + 10;
+        let s = States::new(count);
+        let set = StateSet::of(&[State::Reading]);
+        assert_eq!(s.next_run(0..count, set), None);
+        for g in (1 << CHUNK_LOG2) - 3..(1 << CHUNK_LOG2) + 4 {
+            assert!(s.claim(g));
+        }
+        let first = (1 << CHUNK_LOG2) - 3;
+        assert_eq!(s.next_run(0..count, set), Some(first..first + 7));
+        assert_eq!(s.next_run(0..first + 2, set), Some(first..first + 2));
+        assert_eq!(s.next_run(first + 7..u64::MAX, StateSet::of(&[State::Needed])), Some(first + 7..count));
+        assert_eq!(s.next_run(count..count, set), None);
     }
 }
