@@ -1,59 +1,95 @@
 //! Direct I/O of any offset, length and memory: bounce buffers and read-modify-write, in this one place.
 //!
-//! A request that a direct file does not take as it is is carried out in pieces of at most [`BATCH_LEN`] through an aligned buffer. Reads are widened to whole blocks. Writes
-//! whose range is aligned only change memory. Other writes read the blocks at their ragged ends, merge and write, holding an in-flight entry over
-//! the whole blocks; every other write to the file is kept out of these blocks meanwhile (see `file/gate.rs`).
+//! A request that a direct file does not take as it is is carried out in pieces of at most [`BATCH_LEN`] through an aligned buffer. Reads are widened to whole
+//! blocks. Writes whose range is aligned only change memory. Other writes read the blocks at their ragged ends, merge and write, under an
+//! in-flight entry over the whole blocks; every other write to the file is kept out of these blocks meanwhile (see `file/gate.rs`). Count and entry belong to the
+//! engine operation, not to the request: they end with what the kernel does, also when the request is dropped before.
 //!
-//! The last block of a file whose size is no multiple of the alignment cannot be written directly. It is written through the page cache, durably, so that the
-//! page is clean again when the entry is given back and a direct write to its neighbours finds nothing that could be written over it. The entry covers the
-//! whole page for that reason.
+//! The last block of a file whose size is no multiple of the alignment cannot be written directly. It is written through the page cache with RWF_DSYNC, not for
+//! durability but so that the page is clean again when the entry is given back: a direct write to a neighbouring block then finds nothing
+//! that the cache could write back over it. The entry covers the whole page for that reason. Direct reads see the bytes: the kernel writes dirty
+//! pages back before it reads.
+//!
+//! Bounds: [`BOUNCES_MAX`] buffers per file. They are taken before anything that others wait for.
 
-use super::file::FileHandle;
+use super::file::{Claim, FileHandle, GateToken};
 use super::{FileOp, FileOpKind};
 use crate::error::IoResult;
-use crate::inflight::{Config, Entry, InflightList};
+use crate::inflight::{Config, InflightList};
 use crate::limits::BATCH_LEN;
 use crate::queue::Cx;
-use crate::request::{Buffers, Class, Flags, Request};
+use crate::request::{Buffers, Class, Request};
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::units::{ByteRange, align_down, align_up};
 use event_listener::Event;
+use std::future::Future;
+use std::pin::pin;
+use std::task::Poll;
 
 /// Bounce buffers of one file in use at a time.
 const BOUNCES_MAX: usize = 32;
-/// Page of the page cache.
-const PAGE: u64 = 4096;
+/// Longest in-flight entry of an aligned operation; a longer one goes on behind it with the next.
+const CLAIM_LEN: u64 = 4 << 20;
 const WRITE: u8 = 0;
+
+const _: () = assert!(CLAIM_LEN >= BATCH_LEN);
 
 /// What a direct file needs for requests that are not aligned.
 #[derive(Debug)]
 pub(super) struct Aligner {
     file: Arc<FileHandle>,
     size: u64,
+    /// What the page cache reads and writes at once, at least a block of the file.
+    page: u64,
     writes: Arc<InflightList>,
     bounces: Permits,
 }
 
 impl Aligner {
-    pub(super) fn new(file: Arc<FileHandle>, size: u64) -> Self {
+    /// For a file of `size` bytes; `page` is a power of two.
+    pub(super) fn new(file: Arc<FileHandle>, size: u64, page: u64) -> Self {
         let mut conflicts = [0; 8];
         conflicts[WRITE as usize] = 1 << WRITE;
-        let writes = InflightList::new(Config { shard_bytes_log2: 24, shards_log2: 6, conflicts });
-        Self { file, size, writes, bounces: Permits::default() }
+        let writes = InflightList::new(Config { shard_bytes_log2: 21, shards_log2: 6, conflicts });
+        let page = page.max(file.offset_align());
+        Self { file, size, page, writes, bounces: Permits::default() }
+    }
+
+    /// What zeroing and punching are done in on a direct file, so that the kernel need not zero parts of blocks through the page cache.
+    pub(super) fn page(&self) -> u64 {
+        self.page
     }
 
     /// Whether the file takes the request as it is.
-    pub(super) fn is_aligned(&self, range: ByteRange, bufs: &Buffers) -> bool {
-        (range.offset | range.len) & (self.file.offset_align() - 1) == 0
-            && bufs.is_aligned(self.file.memory_align())
+    pub(super) fn fits(&self, range: ByteRange, bufs: &Buffers) -> bool {
+        let block = self.file.offset_align();
+        if block == 1 {
+            return true;
+        }
+        // Each segment is whole blocks, also because a long list is cut between segments.
+        let memory = self.file.memory_align() as u64 - 1;
+        (range.offset | range.len) & (block - 1) == 0
+            && bufs
+                .segments()
+                .iter()
+                .all(|s| s.as_ptr() as u64 & memory == 0 && s.len() as u64 & (block - 1) == 0)
     }
 
-    /// Excludes every other write to the blocks of `range`, for an operation that is not a plain aligned write (zeroes, discards).
-    pub(super) async fn exclusive(&self, cx: &Cx, range: ByteRange) -> IoResult<(impl Sized + use<>, Entry)> {
-        let active = cx.waiting(self.file.begin_rmw()).await?;
-        let entry = cx.waiting(self.writes.acquire(range, WRITE)).await?;
-        Ok((active, entry))
+    /// What an operation that changes whole blocks needs so as not to get between the two halves of a read-modify-write, and the first part of `range` that
+    /// it is good for. Goes into the operation.
+    pub(super) async fn claim(&self, cx: &Cx, range: ByteRange) -> IoResult<(Option<GateToken>, ByteRange)> {
+        if !self.file.is_direct() {
+            return Ok((None, range));
+        }
+        if let Some(token) = self.file.enter() {
+            return Ok((Some(token), range));
+        }
+        let first = ByteRange { offset: range.offset, len: range.len.min(CLAIM_LEN) };
+        let entry = ready_or_wait(cx, self.writes.acquire(first, WRITE)).await?;
+        self.file.passed_mixed();
+        let claim = Arc::new(Claim { _entry: entry, _active: None });
+        Ok((Some(GateToken::of(&claim)), first))
     }
 
     pub(super) async fn read(&self, cx: &Cx, req: Request) -> IoResult {
@@ -61,70 +97,71 @@ impl Aligner {
         for (piece, data) in pieces(&req, align) {
             let wide = piece.widen(align, u64::MAX);
             let bounce = self.bounce(cx, wide.len).await?;
-            cx.io(self.op(FileOpKind::Read, wide, false), bounce.bufs.clone(), req.class).await?;
+            cx.io(self.op(FileOpKind::Read, wide, false, None), bounce.bufs.clone(), req.class).await?;
             data.copy_from(&bounce.bufs.slice((piece.offset - wide.offset) as usize, piece.len as usize));
         }
         Ok(())
     }
 
-    pub(super) async fn write(&self, cx: &Cx, req: Request) -> IoResult {
+    /// `dsync`: durable when it ends.
+    pub(super) async fn write(&self, cx: &Cx, req: &Request, dsync: bool) -> IoResult {
         let align = self.file.offset_align();
-        let dsync = req.flags.contains(Flags::FUA);
-        let ragged = (req.range.offset | req.range.len) & (align - 1) != 0;
-        if !ragged {
-            if let Some(token) = self.file.enter() {
-                return self.write_whole_blocks(cx, &req, dsync, Some(token)).await;
-            }
-            let entry = cx.waiting(self.writes.acquire(req.range, WRITE)).await?;
-            let result = self.write_whole_blocks(cx, &req, dsync, None).await;
-            drop(entry);
-            return result;
+        if (req.range.offset | req.range.len) & (align - 1) == 0 {
+            return self.write_blocks(cx, req, dsync).await;
         }
-        let active = cx.waiting(self.file.begin_rmw()).await?;
-        for (piece, data) in pieces(&req, align) {
-            let wide = piece.widen(align, u64::MAX);
-            let in_tail = wide.end() > self.size;
-            let held = if in_tail { wide.widen(PAGE, u64::MAX) } else { wide };
-            // Memory first: a request that waits for memory holds nothing that others wait for.
-            let bounce = self.bounce(cx, wide.len).await?;
-            let entry = cx.waiting(self.writes.acquire(held, WRITE)).await?;
-            self.merge(cx, piece, wide, &data, &bounce.bufs, req.class).await?;
-            let direct_end = if in_tail { align_down(self.size, align) } else { wide.end() };
-            let direct = (direct_end - wide.offset) as usize;
-            if direct > 0 {
-                let range = ByteRange { offset: wide.offset, len: direct as u64 };
-                cx.io(self.op(FileOpKind::Write, range, dsync), bounce.bufs.slice(0, direct), req.class)
-                    .await?;
-            }
-            if in_tail {
-                let range = ByteRange { offset: direct_end, len: self.size - direct_end };
-                let bufs = bounce.bufs.slice(direct, range.len as usize);
-                cx.io(self.op(FileOpKind::Write, range, true), bufs, req.class).await?;
-            }
-            drop(entry);
+        for (piece, data) in pieces(req, align) {
+            self.modify(cx, piece, &data, dsync, req.class).await?;
         }
-        drop(active);
         Ok(())
     }
 
     /// Range aligned, memory perhaps not.
-    async fn write_whole_blocks(
-        &self,
-        cx: &Cx,
-        req: &Request,
-        dsync: bool,
-        token: Option<super::file::GateToken>,
-    ) -> IoResult {
-        if req.bufs.is_aligned(self.file.memory_align()) {
-            cx.io(self.op(FileOpKind::Write, req.range, dsync), req.bufs.clone(), req.class).await?;
-        } else {
-            for (piece, data) in pieces(req, self.file.offset_align()) {
-                let bounce = self.bounce(cx, piece.len).await?;
-                bounce.bufs.copy_from(&data);
-                cx.io(self.op(FileOpKind::Write, piece, dsync), bounce.bufs.clone(), req.class).await?;
-            }
+    async fn write_blocks(&self, cx: &Cx, req: &Request, dsync: bool) -> IoResult {
+        let fits = self.fits(req.range, &req.bufs);
+        let mut at = req.range.offset;
+        while at < req.range.end() {
+            let left = req.range.end() - at;
+            let rest = ByteRange { offset: at, len: if fits { left } else { left.min(BATCH_LEN) } };
+            let data = |range: ByteRange| {
+                req.bufs.slice((range.offset - req.range.offset) as usize, range.len as usize)
+            };
+            // Memory first: a request that waits for memory holds nothing that others wait for.
+            let bounce = if fits { None } else { Some(self.bounce(cx, rest.len).await?) };
+            let (token, part) = self.claim(cx, rest).await?;
+            let bufs = match &bounce {
+                None => data(part),
+                Some(bounce) => {
+                    bounce.bufs.copy_from(&data(rest));
+                    bounce.bufs.slice(0, part.len as usize)
+                }
+            };
+            cx.io(self.op(FileOpKind::Write, part, dsync, token), bufs, req.class).await?;
+            at = part.end();
         }
-        drop(token);
+        Ok(())
+    }
+
+    /// Read, modify, write.
+    async fn modify(&self, cx: &Cx, piece: ByteRange, data: &Buffers, dsync: bool, class: Class) -> IoResult {
+        let wide = piece.widen(self.file.offset_align(), u64::MAX);
+        let in_tail = wide.end() > self.size;
+        let held = if in_tail { wide.widen(self.page, u64::MAX) } else { wide };
+        let bounce = self.bounce(cx, wide.len).await?;
+        let active = ready_or_wait(cx, self.file.begin_rmw()).await?;
+        let entry = ready_or_wait(cx, self.writes.acquire(held, WRITE)).await?;
+        let claim = Arc::new(Claim { _entry: entry, _active: Some(active) });
+        self.merge(cx, piece, wide, data, &bounce.bufs, class).await?;
+        let end = if in_tail { align_down(self.size, self.file.offset_align()) } else { wide.end() };
+        let direct = ByteRange { offset: wide.offset, len: end - wide.offset };
+        if !direct.is_empty() {
+            let op = self.op(FileOpKind::Write, direct, dsync, Some(GateToken::of(&claim)));
+            cx.io(op, bounce.bufs.slice(0, direct.len as usize), class).await?;
+        }
+        if in_tail {
+            let tail = ByteRange { offset: end, len: self.size - end };
+            let op = self.op(FileOpKind::Write, tail, true, Some(GateToken::of(&claim)));
+            cx.io(op, bounce.bufs.slice(direct.len as usize, tail.len as usize), class).await?;
+        }
         Ok(())
     }
 
@@ -143,23 +180,25 @@ impl Aligner {
         let last = ByteRange { offset: wide.end() - align, len: align };
         let head_ragged = piece.offset != wide.offset;
         if head_ragged {
-            cx.io(self.op(FileOpKind::Read, head, false), bounce.slice(0, align as usize), class).await?;
+            cx.io(self.op(FileOpKind::Read, head, false, None), bounce.slice(0, align as usize), class)
+                .await?;
         }
         if piece.end() != wide.end() && !(head_ragged && head == last) {
             let at = (last.offset - wide.offset) as usize;
-            cx.io(self.op(FileOpKind::Read, last, false), bounce.slice(at, align as usize), class).await?;
+            let op = self.op(FileOpKind::Read, last, false, None);
+            cx.io(op, bounce.slice(at, align as usize), class).await?;
         }
         bounce.slice((piece.offset - wide.offset) as usize, piece.len as usize).copy_from(data);
         Ok(())
     }
 
-    fn op(&self, kind: FileOpKind, range: ByteRange, dsync: bool) -> FileOp {
-        FileOp { file: self.file.clone(), kind, offset: range.offset, len: range.len, dsync, counted: None }
+    fn op(&self, kind: FileOpKind, range: ByteRange, dsync: bool, counted: Option<GateToken>) -> FileOp {
+        FileOp { file: self.file.clone(), kind, offset: range.offset, len: range.len, dsync, counted }
     }
 
     async fn bounce(&self, cx: &Cx, len: u64) -> IoResult<Bounce<'_>> {
-        let permit = cx.waiting(self.bounces.take()).await?;
-        let align = self.file.memory_align().max(self.file.offset_align() as usize).max(PAGE as usize);
+        let permit = ready_or_wait(cx, self.bounces.take()).await?;
+        let align = self.file.memory_align().max(self.page as usize);
         Ok(Bounce { bufs: Buffers::alloc(len as usize, align), _permit: permit })
     }
 }
@@ -167,6 +206,21 @@ impl Aligner {
 struct Bounce<'a> {
     bufs: Buffers,
     _permit: Permit<'a>,
+}
+
+/// `future`, and the wait is told to those who look after waits only if there is one.
+async fn ready_or_wait<F: Future>(cx: &Cx, future: F) -> IoResult<F::Output> {
+    let mut future = pin!(future);
+    let first = std::future::poll_fn(|context| {
+        Poll::Ready(match future.as_mut().poll(context) {
+            Poll::Ready(value) => Some(value),
+            Poll::Pending => None,
+        })
+    });
+    match first.await {
+        Some(value) => Ok(value),
+        None => cx.waiting(future).await,
+    }
 }
 
 /// The request in pieces of at most one batch, cut at multiples of the alignment.
@@ -223,7 +277,8 @@ impl Permits {
 impl Drop for Permit<'_> {
     fn drop(&mut self) {
         self.0.used.fetch_sub(1, Ordering::AcqRel);
-        self.0.freed.notify(1);
+        // One more than have been told already: each permit that comes back wakes somebody.
+        self.0.freed.notify_additional(1);
     }
 }
 

@@ -6,9 +6,10 @@ use crate::error::IoResult;
 use crate::node::Node;
 use crate::options::Options;
 use crate::queue::{Cx, Env, testing};
-use crate::request::{Buffers, Flags, Request};
+use crate::request::{Buffers, Flags, Op, Request};
 use crate::rt::{Rng, real::SplitMix};
 use crate::sync::Arc;
+use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::units::ByteRange;
 
 const SIZES: &[u64] = &[512, 1000, 4608, (64 << 10) - 512, 64 << 10, (1 << 20) + 512];
@@ -62,6 +63,30 @@ fn random_requests_agree_with_a_vector_for_every_engine_cache_mode_and_size() {
                 let meta = std::fs::metadata(s.file.path()).expect("it is there");
                 assert_eq!(meta.len(), *size, "the file keeps its size");
             }
+        }
+    }
+}
+
+/// Needs a block device that may be overwritten (a loop device over a file of a few MiB will do), given in the environment.
+#[test]
+fn random_requests_agree_with_a_vector_on_a_block_device() {
+    let Ok(device) = std::env::var("COBWEB_TEST_BLOCK_DEVICE") else {
+        eprintln!("SKIPPED: COBWEB_TEST_BLOCK_DEVICE is not set");
+        return;
+    };
+    let env = testing::env(0);
+    for aio in engines() {
+        for direct in ["off", "on"] {
+            let text = format!("filename={device},aio={aio},cache.direct={direct},discard=unmap");
+            let node =
+                FileNode::open(Options::parse(&text).expect("options"), uring_allowed()).expect("it opens");
+            let rng = SplitMix::new(1);
+            let what = format!("{device} aio {aio} direct {direct}");
+            testing::block_on(&env, |cx| async move {
+                let all = ByteRange { offset: 0, len: node.limits().size };
+                cx.run(&*node, Request::write_zeroes(all, Flags::empty())).await.expect("zeroed");
+                random_requests(&cx, &node, &rng, &what).await;
+            });
         }
     }
 }
@@ -140,39 +165,192 @@ fn requests_past_the_end_and_writes_to_a_read_only_file_are_refused() {
 }
 
 #[test]
-fn unaligned_writers_of_one_block_never_lose_each_others_bytes() {
+fn unaligned_writers_of_the_same_blocks_never_lose_each_others_bytes() {
+    const WRITERS: u64 = 3;
+    const ROUNDS: u8 = 60;
     for aio in engines() {
-        let s = setup(4096);
-        let node = s.open(aio, true, "");
-        let align = node.handle().offset_align();
-        let env = &s.env;
+        // The last of the blocks is the partial one, which is written through the page cache and shares its page with the others.
+        let s = setup(8 * 512 + 200);
+        let node = s.open(aio, true, ",discard=unmap");
+        let block = node.handle().offset_align();
+        let blocks = node.limits().size / block;
+        let (env, met) = (&s.env, AtomicUsize::new(0));
+        let (node, met) = (&node, &met);
         std::thread::scope(|scope| {
-            for me in 0..4u64 {
-                let node = node.clone();
+            for me in 0..WRITERS {
                 scope.spawn(move || {
                     testing::block_on(env, |cx| async move {
-                        for round in 0..100u8 {
-                            // Each owns every fourth byte run of the first block; a fifth of the writes are whole, aligned blocks elsewhere.
-                            let piece = align / 4;
-                            let bufs = Buffers::alloc(piece as usize, 64);
-                            bufs.fill(round ^ me as u8);
-                            cx.run(&*node, Request::write(me * piece, bufs)).await.expect("unaligned");
-                            if round % 5 == 0 && 4096 > align {
-                                let whole = Buffers::alloc(align as usize, 4096);
-                                whole.fill(round);
-                                cx.run(&*node, Request::write(align, whole)).await.expect("aligned");
+                        for round in 1..=ROUNDS {
+                            // Each has bytes of its own in every block, the tail included, and nobody else writes them.
+                            for at in (0..=blocks).map(|b| b * block + me * 60) {
+                                let bufs = Buffers::alloc(50, 64);
+                                bufs.fill(round ^ me as u8);
+                                let req = if (at + u64::from(round)).is_multiple_of(5) {
+                                    Request::write_zeroes(ByteRange { offset: at, len: 50 }, Flags::empty())
+                                } else {
+                                    Request::write(at, bufs.clone())
+                                };
+                                let expected = if req.op == Op::Write { round ^ me as u8 } else { 0 };
+                                cx.run(&**node, req).await.expect("unaligned");
+                                let got = read(&cx, node, at, 50, 0).await.expect("read");
+                                assert_eq!(
+                                    got, [expected; 50],
+                                    "{aio}: {me}'s bytes at {at} were taken back"
+                                );
                             }
-                            let got = read(&cx, &node, me * piece, piece as usize, 0).await.expect("read");
-                            assert!(
-                                got.iter().all(|b| *b == round ^ me as u8),
-                                "a neighbour's write took {me}'s bytes back"
-                            );
                         }
                     });
                 });
             }
+            // Aligned writes of whole blocks between them: the first half of a block is nobody's, so it must be what was written last.
+            scope.spawn(move || {
+                testing::block_on(env, |cx| async move {
+                    for round in 1..=ROUNDS {
+                        for b in [1, 4].into_iter().filter(|b| *b < blocks) {
+                            met.fetch_add(usize::from(node.handle().enter().is_none()), Ordering::Relaxed);
+                            let bufs = Buffers::alloc(block as usize / 2, 4096);
+                            bufs.fill(round);
+                            let at = b * block + block / 2;
+                            cx.run(&**node, Request::write(at, bufs)).await.expect("half a block");
+                            let got = read(&cx, node, at, block as usize / 2, 0).await.expect("read");
+                            assert!(
+                                got.iter().all(|v| *v == round),
+                                "{aio}: the half of block {b} was taken back"
+                            );
+                        }
+                    }
+                });
+            });
         });
+        assert!(met.load(Ordering::Relaxed) > 0, "{aio}: read-modify-writes were under way");
     }
+}
+
+#[test]
+fn aligned_writes_beside_read_modify_writes_are_not_taken_back() {
+    for aio in engines() {
+        let s = setup(64 * 512);
+        let node = s.open(aio, true, "");
+        let block = node.handle().offset_align();
+        let (env, met) = (&s.env, AtomicUsize::new(0));
+        let (node, met) = (&node, &met);
+        let ready = std::sync::Barrier::new(2);
+        let ready = &ready;
+        // Two writers of one block: whole blocks, and single bytes. Whoever wrote last is there as a whole: a read-modify-write never puts back
+        // bytes from before a whole write that ended after it began.
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                ready.wait();
+                testing::block_on(env, |cx| async move {
+                    for round in 0..400u64 {
+                        let bufs = Buffers::alloc(1, 64);
+                        bufs.fill(0xff);
+                        cx.run(&**node, Request::write(round % block, bufs)).await.expect("one byte");
+                    }
+                });
+            });
+            scope.spawn(move || {
+                ready.wait();
+                testing::block_on(env, |cx| async move {
+                    for round in 0..400u64 {
+                        met.fetch_add(usize::from(node.handle().enter().is_none()), Ordering::Relaxed);
+                        let bufs = Buffers::alloc(block as usize, 4096);
+                        bufs.fill(round as u8 & 0x7f);
+                        cx.run(&**node, Request::write(0, bufs)).await.expect("a block");
+                        let got = read(&cx, node, 0, block as usize, 0).await.expect("read");
+                        let old = got.iter().find(|v| **v != round as u8 & 0x7f && **v != 0xff);
+                        assert_eq!(old, None, "{aio}: bytes of an earlier round are back in round {round}");
+                    }
+                });
+            });
+        });
+        assert!(met.load(Ordering::Relaxed) > 0, "{aio}: they met");
+    }
+}
+
+#[test]
+fn discards_and_zeroes_that_may_unmap_give_space_back() {
+    use std::os::unix::fs::MetadataExt;
+    for aio in engines() {
+        for direct in [false, true] {
+            let s = setup(1 << 20);
+            let node = s.open(aio, direct, ",discard=unmap");
+            let blocks = || std::fs::metadata(s.file.path()).expect("it is there").blocks();
+            testing::block_on(&s.env, |cx| async move {
+                let data = Buffers::alloc(1 << 20, 4096);
+                data.fill(7);
+                cx.run(&*node, Request::write(0, data).flags(Flags::FUA)).await.expect("written");
+                let full = blocks();
+                assert!(full >= 1 << 11, "all of it takes space");
+                cx.run(&*node, Request::discard(ByteRange { offset: 100, len: 512 << 10 }))
+                    .await
+                    .expect("discard");
+                let half = blocks();
+                assert!(half < full, "{aio} direct {direct}: {half} of {full}");
+                let rest = ByteRange { offset: 1 << 19, len: (1 << 19) - 1 };
+                let unmap = Request::write_zeroes(rest, Flags::MAY_UNMAP | Flags::NO_FALLBACK);
+                cx.run(&*node, unmap).await.expect("zeroes");
+                assert!(blocks() < half, "{aio} direct {direct}");
+                let got = read(&cx, &node, 0, 1 << 20, 0).await.expect("read");
+                assert_eq!((got[0], got[99], got[(1 << 20) - 1]), (7, 7, 7), "outside of the ranges");
+                assert!(got[4096..1 << 19].iter().all(|b| *b == 0));
+                assert!(got[1 << 19..(1 << 20) - 1].iter().all(|b| *b == 0));
+            });
+        }
+    }
+}
+
+#[test]
+fn discards_are_ignored_unless_asked_for() {
+    let s = setup(8192);
+    let node = s.open("threads", false, "");
+    testing::block_on(&s.env, |cx| async move {
+        let data = Buffers::alloc(8192, 4096);
+        data.fill(7);
+        cx.run(&*node, Request::write(0, data)).await.expect("written");
+        let all = ByteRange { offset: 0, len: 8192 };
+        for flags in [Flags::empty(), Flags::FUA] {
+            cx.run(&*node, Request::discard(all).flags(flags)).await.expect("a success");
+        }
+        assert!(read(&cx, &node, 0, 8192, 0).await.expect("read").iter().all(|b| *b == 7));
+    });
+}
+
+#[test]
+fn writes_of_zeros_become_zeroes_if_they_are_looked_for() {
+    use std::os::unix::fs::MetadataExt;
+    for direct in [false, true] {
+        let s = setup(1 << 20);
+        let node = s.open("threads", direct, ",discard=unmap,detect-zeroes=unmap");
+        testing::block_on(&s.env, |cx| async move {
+            let bufs = Buffers::alloc(1 << 20, 4096);
+            bufs.fill(7);
+            cx.run(&*node, Request::write(0, bufs.clone())).await.expect("written");
+            bufs.fill(0);
+            cx.run(&*node, Request::write(0, bufs.clone()).flags(Flags::FUA)).await.expect("zeros");
+            assert!(read(&cx, &node, 0, 1 << 20, 0).await.expect("read").iter().all(|b| *b == 0));
+            let status = cx.status(&*node, ByteRange { offset: 0, len: 1 << 20 }).await.expect("status");
+            assert!(status.is_zero(), "direct {direct}: {status:?}");
+            bufs.slice(1 << 19, 1).fill(1);
+            cx.run(&*node, Request::write(0, bufs)).await.expect("written");
+            assert_eq!(read(&cx, &node, 1 << 19, 1, 0).await.expect("read"), [1]);
+        });
+        assert!(std::fs::metadata(s.file.path()).expect("it is there").blocks() > 0);
+    }
+}
+
+#[test]
+fn a_new_file_has_its_size_and_a_failed_one_is_gone() {
+    let folder = tempfile::tempdir_in("target").expect("a folder");
+    let path = folder.path().join("image");
+    let file = super::file::create_file(&path, 12345).expect("made");
+    assert_eq!(file.metadata().expect("there").len(), 12345);
+    let e = super::file::create_file(&path, 1).expect_err("it is there");
+    assert_eq!(e.errno(), libc::EEXIST);
+    assert_eq!(file.metadata().expect("there").len(), 12345, "what was there is not touched");
+    let path = folder.path().join("huge");
+    super::file::create_file(&path, u64::MAX).expect_err("no file is that large");
+    assert!(!path.exists());
 }
 
 #[test]
@@ -190,6 +368,7 @@ fn a_file_can_be_given_as_a_descriptor_and_names_what_is_wrong_otherwise() {
         (format!("filename={},cache.driect=on", s.file.path().display()), "cache.driect"),
         (format!("filename={},aio=native", s.file.path().display()), "aio"),
         (format!("filename={},force-share=on", s.file.path().display()), "force-share"),
+        (format!("filename={},detect-zeroes=unmap", s.file.path().display()), "detect-zeroes"),
     ] {
         let e = open(text).expect_err(named);
         assert!(e.full_text().contains(named), "{}", e.full_text());

@@ -17,6 +17,8 @@ pub(super) enum Use {
     Write,
     /// Reading whatever others do (`force-share`).
     Share,
+    /// Making the file; others may not even open it for resizing.
+    Create,
 }
 
 const NAMES: [&str; 4] = ["consistent read", "write", "write unchanged", "resize"];
@@ -28,18 +30,33 @@ impl Use {
             Use::Read => (&[0], &[1, 3]),
             Use::Write => (&[0, 1, 3], &[1, 3]),
             Use::Share => (&[0], &[]),
+            Use::Create => (&[1, 3], &[3]),
         }
+    }
+
+    fn bytes(self) -> impl Iterator<Item = i64> {
+        let (used, unshared) = self.permissions();
+        used.iter().map(|n| 100 + *n as i64).chain(unshared.iter().map(|n| 200 + *n as i64))
     }
 }
 
 /// Takes the locks for `usage`. Errors: EAGAIN when somebody else's use does not go together with it; the system's error where locks do not work.
 pub(super) fn lock(fd: RawFd, usage: Use, name: &str) -> Result<()> {
     let (used, unshared) = usage.permissions();
-    let bytes = used.iter().map(|n| 100 + *n as i64).chain(unshared.iter().map(|n| 200 + *n as i64));
-    let held: Vec<i64> = bytes.collect();
     let system = |e| Error::os(e, format!("cannot lock '{name}'"));
-    for byte in &held {
-        sys::lock_byte(fd, *byte, libc::F_RDLCK).map_err(system)?;
+    let busy = |text| {
+        unlock(fd, usage);
+        Error::new(libc::EAGAIN, Code::Busy, format!("{text}: is another process using '{name}'?"))
+    };
+    for byte in usage.bytes() {
+        match sys::lock_byte(fd, byte, libc::F_RDLCK) {
+            Ok(()) => {}
+            // Not QEMU and not one of us: somebody holds the byte exclusively.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+                return Err(busy(format!("Failed to lock byte {byte}")));
+            }
+            Err(e) => return Err(system(e)),
+        }
     }
     let conflict =
         |n: &usize, base: i64| sys::byte_is_locked(fd, base + *n as i64).map(|taken| taken.then_some(*n));
@@ -56,10 +73,14 @@ pub(super) fn lock(fd: RawFd, usage: Use, name: &str) -> Result<()> {
         (Some(n), _) => format!("Failed to get \"{}\" lock", NAMES[n]),
         (None, Some(n)) => format!("Failed to get shared \"{}\" lock", NAMES[n]),
     };
-    for byte in &held {
-        let _ = sys::lock_byte(fd, *byte, libc::F_UNLCK);
+    Err(busy(text))
+}
+
+/// Gives the locks for `usage` back. Closing the last descriptor of the open file does the same.
+pub(super) fn unlock(fd: RawFd, usage: Use) {
+    for byte in usage.bytes() {
+        let _ = sys::lock_byte(fd, byte, libc::F_UNLCK);
     }
-    Err(Error::new(libc::EAGAIN, Code::Busy, format!("{text}: is another process using '{name}'?")))
 }
 
 #[cfg(test)]
@@ -85,6 +106,30 @@ mod tests {
         let e = lock(d.as_raw_fd(), Use::Read, "x").expect_err("a writer is there");
         assert!(e.to_string().contains("shared \"write\""), "{e}");
         lock(d.as_raw_fd(), Use::Share, "x").expect("force-share reads anyway");
+    }
+
+    #[test]
+    fn nobody_opens_a_file_for_writing_while_it_is_being_made() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let open = || std::fs::OpenOptions::new().read(true).write(true).open(file.path()).expect("there");
+        let (a, b) = (open(), open());
+        lock(a.as_raw_fd(), Use::Create, "x").expect("alone");
+        assert_eq!(lock(b.as_raw_fd(), Use::Write, "x").expect_err("being made").code(), Code::Busy);
+        unlock(a.as_raw_fd(), Use::Create);
+        lock(b.as_raw_fd(), Use::Write, "x").expect("made");
+        // What was refused has left no locks behind, and what was given back neither.
+        drop(b);
+        lock(a.as_raw_fd(), Use::Write, "x").expect("alone again");
+    }
+
+    #[test]
+    fn a_byte_that_is_held_exclusively_is_a_conflict_and_not_a_file_system_without_locks() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let open = || std::fs::OpenOptions::new().read(true).write(true).open(file.path()).expect("there");
+        let (a, b) = (open(), open());
+        sys::lock_byte(a.as_raw_fd(), 100, libc::F_WRLCK).expect("alone");
+        let e = lock(b.as_raw_fd(), Use::Read, "x").expect_err("held");
+        assert_eq!((e.code(), e.errno()), (Code::Busy, libc::EAGAIN));
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod node;
 mod open;
 pub mod sys;
 
+pub(in crate::io) use gate::Claim;
 pub use gate::GateToken;
 pub use handle::{Aio, FileHandle};
 pub use node::FileNode;

@@ -15,10 +15,8 @@ use crate::units::{ByteRange, align_down, align_up};
 use std::any::Any;
 use std::os::fd::AsRawFd;
 
-/// Longest piece of a zeroing or discard: one in-flight entry each.
+/// Longest piece of a zeroing or discard that is one system call: what is cancelled or drained waits for one.
 const LONG_PIECE: u64 = 64 << 20;
-/// Zeroing and punching work on whole pages of a direct file, so that the kernel need not zero parts of blocks through the page cache.
-const PAGE: u64 = 4096;
 
 /// A file or block device.
 #[derive(Debug)]
@@ -39,13 +37,27 @@ pub(super) struct Info {
     pub(super) no_flush: bool,
     /// Whether discards punch holes.
     pub(super) discard: bool,
+    pub(super) detect_zeroes: DetectZeroes,
     pub(super) is_block: bool,
+    /// What the page cache of the file reads and writes at once: a power of two.
+    pub(super) page: u64,
+}
+
+/// What becomes of writes whose data is all zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DetectZeroes {
+    /// They are written.
+    Off,
+    /// They become write-zeroes.
+    On,
+    /// They become write-zeroes that may deallocate.
+    Unmap,
 }
 
 impl FileNode {
     pub(super) fn new(handle: Arc<FileHandle>, info: Info) -> Self {
         Self {
-            aligner: Aligner::new(handle.clone(), info.size),
+            aligner: Aligner::new(handle.clone(), info.size, info.page),
             handle,
             info,
             can_zero: AtomicBool::new(true),
@@ -74,14 +86,19 @@ impl FileNode {
         }
     }
 
-    async fn run(&self, cx: &Cx, req: Request) -> IoResult {
+    async fn run(&self, cx: &Cx, mut req: Request) -> IoResult {
         if req.op.is_write() && self.info.read_only {
             return Err(IoError::read_only());
         }
         let durable = req.flags.contains(Flags::FUA) && !self.info.no_flush;
+        if self.writes_zeros(req.as_ref()) {
+            req.op = Op::WriteZeroes;
+            req.flags.set(Flags::MAY_UNMAP, self.info.detect_zeroes == DetectZeroes::Unmap);
+            req.flags.remove(Flags::NO_FALLBACK);
+        }
         match req.op {
             Op::Read => self.aligner.read(cx, req).await,
-            Op::Write => self.aligner.write(cx, req).await,
+            Op::Write => self.aligner.write(cx, &req, durable).await,
             Op::WriteZeroes => {
                 self.zero(cx, &req).await?;
                 self.sync_if(cx, durable, &req).await
@@ -92,6 +109,11 @@ impl FileNode {
             }
             Op::Flush => self.sync_if(cx, !self.info.no_flush, &req).await,
         }
+    }
+
+    /// Whether a request is a write that is to become a write-zeroes.
+    fn writes_zeros(&self, req: ReqRef<'_>) -> bool {
+        self.info.detect_zeroes != DetectZeroes::Off && req.op == Op::Write && req.bufs.is_zero()
     }
 
     async fn sync_if(&self, cx: &Cx, wanted: bool, req: &Request) -> IoResult {
@@ -105,7 +127,7 @@ impl FileNode {
     async fn zero(&self, cx: &Cx, req: &Request) -> IoResult {
         for piece in long_pieces(req.range) {
             let (head, middle, tail) = if self.handle.is_direct() || self.info.is_block {
-                split(piece, PAGE.max(self.handle.offset_align()))
+                split(piece, self.aligner.page())
             } else {
                 (empty(piece.offset), piece, empty(piece.end()))
             };
@@ -138,6 +160,7 @@ impl FileNode {
         Ok(false)
     }
 
+    /// fallocate; false if that is not possible, which is remembered in `possible` where it will never be.
     async fn allocate(
         &self,
         cx: &Cx,
@@ -146,37 +169,44 @@ impl FileNode {
         mode: i32,
         possible: &AtomicBool,
     ) -> IoResult<bool> {
-        let held = match self.handle.is_direct() {
-            true => Some(self.aligner.exclusive(cx, range).await?),
-            false => None,
-        };
-        let result =
-            cx.io(self.op(FileOpKind::Allocate(mode), range, false), Buffers::new(), req.class).await;
-        drop(held);
-        match result {
-            Ok(()) => Ok(true),
-            Err(e) if matches!(e.errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV) => {
-                possible.store(false, Relaxed);
-                Ok(false)
+        let mut at = range.offset;
+        while at < range.end() {
+            let rest = ByteRange { offset: at, len: range.end() - at };
+            let (token, part) = self.aligner.claim(cx, rest).await?;
+            let mut op = self.op(FileOpKind::Allocate(mode), part, false);
+            op.counted = token;
+            match cx.io(op, Buffers::new(), req.class).await {
+                Ok(()) => at = part.end(),
+                Err(e) if matches!(e.errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV) => {
+                    possible.store(false, Relaxed);
+                    return Ok(false);
+                }
+                // This range cannot, another may.
+                Err(e) if e.errno == libc::EINVAL => return Ok(false),
+                Err(e) => return Err(e),
             }
-            Err(e) => Err(e),
         }
+        Ok(true)
     }
 
     async fn write_zeros(&self, cx: &Cx, req: &Request, range: ByteRange) -> IoResult {
         let mut at = range.offset;
         while at < range.end() {
             let len = BATCH_LEN.min(range.end() - at);
-            let write = Request::write(at, Buffers::alloc(len as usize, PAGE as usize)).class(req.class);
-            cx.run(self, write).await?;
+            let zeros = Buffers::alloc(len as usize, self.aligner.page() as usize);
+            let write = Request::write(at, zeros).class(req.class);
+            self.aligner.write(cx, &write, false).await?;
             at += len;
         }
         Ok(())
     }
 
     async fn discard(&self, cx: &Cx, req: &Request) -> IoResult {
+        if !self.info.discard {
+            return Ok(());
+        }
         for piece in long_pieces(req.range) {
-            let (_, middle, _) = split(piece, PAGE.max(self.handle.offset_align()));
+            let (_, middle, _) = split(piece, self.aligner.page());
             // A piece that ends with the file is whole up to there.
             let middle = if piece.end() == self.info.size && !self.handle.is_direct() && !middle.is_empty() {
                 ByteRange { offset: middle.offset, len: piece.end() - middle.offset }
@@ -187,9 +217,50 @@ impl FileNode {
                 continue;
             }
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            self.allocate(cx, req, middle, mode, &self.can_punch).await?;
+            if !self.allocate(cx, req, middle, mode, &self.can_punch).await? && self.info.is_block {
+                self.discard_blocks(cx, middle).await?;
+            }
         }
         Ok(())
+    }
+
+    /// A device that cannot deallocate and promise zeros may still be able to deallocate.
+    async fn discard_blocks(&self, cx: &Cx, range: ByteRange) -> IoResult {
+        let mut at = range.offset;
+        while at < range.end() {
+            let rest = ByteRange { offset: at, len: range.end() - at };
+            let (token, part) = self.aligner.claim(cx, rest).await?;
+            let handle = self.handle.clone();
+            let done = cx.blocking(move || {
+                let done = sys::discard_blocks(handle.as_raw_fd(), part.offset, part.len);
+                // Not before, also if nobody waits any more.
+                drop(token);
+                done
+            });
+            match done.await? {
+                Ok(()) => at = part.end(),
+                Err(e)
+                    if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOTTY)) =>
+                {
+                    return Ok(());
+                }
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The plan of a write that is written as it is.
+    fn plan_write(&self, req: ReqRef<'_>) -> Plan {
+        if !self.aligner.fits(req.range, req.bufs) {
+            return Plan::Slow;
+        }
+        let mut op = self.op(FileOpKind::Write, req.range, req.flags.contains(Flags::FUA));
+        if self.handle.is_direct() {
+            let Some(token) = self.handle.enter() else { return Plan::Slow };
+            op.counted = Some(token);
+        }
+        Plan::Io(op)
     }
 }
 
@@ -202,7 +273,7 @@ impl Node for FileNode {
         Limits {
             request_align: self.handle.offset_align() as u32,
             memory_align: self.handle.memory_align() as u32,
-            discard_align: PAGE as u32,
+            discard_align: self.aligner.page() as u32,
             read_only: self.info.read_only,
             fast_zeroes: self.can_zero.load(Relaxed) || self.can_punch.load(Relaxed),
             ..Limits::plain(self.info.size)
@@ -215,23 +286,14 @@ impl Node for FileNode {
 
     fn plan(&self, req: ReqRef<'_>) -> Plan {
         match req.op {
-            Op::Read if self.aligner.is_aligned(req.range, req.bufs) => {
+            Op::Read if self.aligner.fits(req.range, req.bufs) => {
                 Plan::Io(self.op(FileOpKind::Read, req.range, false))
             }
-            Op::Write if self.info.read_only => Plan::Done(Err(IoError::read_only())),
-            Op::Write if self.aligner.is_aligned(req.range, req.bufs) => {
-                let mut op = self.op(FileOpKind::Write, req.range, req.flags.contains(Flags::FUA));
-                if self.handle.is_direct() {
-                    let Some(token) = self.handle.enter() else { return Plan::Slow };
-                    op.counted = Some(token);
-                }
-                Plan::Io(op)
-            }
+            op if op.is_write() && self.info.read_only => Plan::Done(Err(IoError::read_only())),
+            Op::Write if !self.writes_zeros(req) => self.plan_write(req),
             Op::Flush if self.info.no_flush => Plan::Done(Ok(())),
             Op::Flush => Plan::Io(self.op(FileOpKind::Sync, ByteRange { offset: 0, len: 0 }, false)),
-            Op::Discard if !self.info.discard && !req.flags.contains(Flags::FUA) && !self.info.read_only => {
-                Plan::Done(Ok(()))
-            }
+            Op::Discard if !self.info.discard && !req.flags.contains(Flags::FUA) => Plan::Done(Ok(())),
             _ => Plan::Slow,
         }
     }

@@ -2,14 +2,14 @@
 
 use super::handle::{Aio, FileHandle};
 use super::lock::{self, Use};
-use super::node::{FileNode, Info};
+use super::node::{DetectZeroes, FileNode, Info};
 use super::sys;
-use crate::error::{Error, Result};
+use crate::error::{Code, Error, Result};
 use crate::options::{Options, Prop, PropStates, PropTable, PropType};
 use crate::sync::Arc;
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 /// Options of the driver `file`.
@@ -28,7 +28,13 @@ pub static FILE_PROPS: PropTable = PropTable {
             "io_uring",
             "how operations are carried out; threads where io_uring is not allowed",
         ),
-        prop("discard", PropType::Enum(&["ignore", "off", "unmap", "on"]), "ignore", "what a discard does"),
+        prop("discard", PropType::Enum(DISCARD), "ignore", "what a discard does"),
+        prop(
+            "detect-zeroes",
+            PropType::Enum(DETECT_ZEROES),
+            "off",
+            "turn writes of zeros into write-zeroes; unmap: that may deallocate",
+        ),
         prop(
             "locking",
             PropType::Enum(&["off", "on", "auto"]),
@@ -38,6 +44,11 @@ pub static FILE_PROPS: PropTable = PropTable {
         prop("force-share", PropType::Bool, "off", "read an image that others write; with read-only"),
     ],
 };
+
+const DISCARD: &[&str] = &["ignore", "off", "unmap", "on"];
+const DETECT_ZEROES: &[&str] = &["off", "on", "unmap"];
+/// Where the page of a file system is taken from its preferred block size, up to here; network file systems name sizes that are no blocks.
+const PAGE_MAX: u64 = 64 << 10;
 
 const fn prop(name: &'static str, ty: PropType, default: &'static str, doc: &'static str) -> Prop {
     Prop { name, ty, default, states: PropStates::OPEN, doc }
@@ -49,12 +60,26 @@ struct Wanted {
     direct: bool,
 }
 
-/// Creates a (sparse) file of `size` bytes. Errors: EEXIST.
+/// Creates a (sparse) file of `size` bytes, under the locks of a creator until its size is set. Errors: EEXIST, and the file is not touched; EFBIG,
+/// ENOSPC, and there is no file.
 pub fn create_file(path: &Path, size: u64) -> Result<File> {
     let at = |e| Error::os(e, format!("cannot create '{}'", path.display()));
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(path).map_err(at)?;
-    file.set_len(size).map_err(at)?;
-    Ok(file)
+    let name = path.display().to_string();
+    let sized = match lock::lock(file.as_raw_fd(), Use::Create, &name) {
+        Err(e) if e.code() == Code::Busy => Err(e),
+        // Taken, or locks do not work here.
+        _ => file.set_len(size).map_err(at),
+    };
+    lock::unlock(file.as_raw_fd(), Use::Create);
+    match sized {
+        Ok(()) => Ok(file),
+        Err(e) => {
+            // Ours: made above, and exclusively.
+            let _ = std::fs::remove_file(path);
+            Err(e)
+        }
+    }
 }
 
 impl FileNode {
@@ -66,8 +91,17 @@ impl FileNode {
         let auto_read_only = o.take_bool("auto-read-only")?.unwrap_or(false);
         let direct = o.take_bool("cache.direct")?.unwrap_or(false);
         let no_flush = o.take_bool("cache.no-flush")?.unwrap_or(false);
-        let aio = o.take_enum("aio", &["threads", "io_uring"])?;
-        let discard = o.take_enum("discard", &["ignore", "off", "unmap", "on"])?.unwrap_or(0) >= 2;
+        let aio = o.take_enum("aio", &["threads", "io_uring", "native"])?;
+        if aio == Some(2) {
+            return Err(o.invalid("aio", "cannot be native (Linux AIO); use io_uring or threads"));
+        }
+        let discard = o.take_enum("discard", DISCARD)?.unwrap_or(0) >= 2;
+        let detect_zeroes = match o.take_enum("detect-zeroes", DETECT_ZEROES)?.unwrap_or(0) {
+            0 => DetectZeroes::Off,
+            1 => DetectZeroes::On,
+            _ if !discard => return Err(o.invalid("detect-zeroes", "is unmap, which needs discard=unmap")),
+            _ => DetectZeroes::Unmap,
+        };
         let locking = o.take_enum("locking", &["off", "on", "auto"])?.unwrap_or(2);
         let force_share = o.take_bool("force-share")?.unwrap_or(false);
         if force_share && !read_only {
@@ -102,9 +136,7 @@ impl FileNode {
         let raw = file.as_raw_fd();
         let size = if is_block { sys::block_device_size(raw).map_err(at)? } else { meta.len() };
         let handle = if direct {
-            let (offset_align, memory_align) = sys::direct_alignment(raw).unwrap_or((4096, 4096));
-            let (offset_align, memory_align) =
-                (offset_align.next_power_of_two().max(512), memory_align.next_power_of_two());
+            let (offset_align, memory_align) = direct_alignment(raw, is_block);
             let tail = if size % u64::from(offset_align) != 0 && !read_only {
                 Some(buffered_twin(raw).map_err(at)?)
             } else {
@@ -114,27 +146,59 @@ impl FileNode {
         } else {
             FileHandle::buffered(OwnedFd::from(file), aio)
         };
-        let info = Info { name, size, read_only, no_flush, discard, is_block };
+        let info = Info {
+            name,
+            size,
+            read_only,
+            no_flush,
+            discard,
+            detect_zeroes,
+            is_block,
+            page: cache_page(meta.blksize()),
+        };
         Ok(Arc::new(Self::new(Arc::new(handle), info)))
     }
 }
 
-fn options(wanted: &Wanted, write: bool) -> OpenOptions {
+/// Offset and memory alignment of direct I/O in bytes: what the kernel says, else what is always enough.
+fn direct_alignment(fd: RawFd, is_block: bool) -> (u32, u32) {
+    let (offset, memory) = match sys::direct_alignment(fd) {
+        Some(said) => said,
+        None if is_block => {
+            let block = sys::logical_block_size(fd).unwrap_or(4096);
+            (block, block)
+        }
+        None => (4096, 4096),
+    };
+    (offset.clamp(512, 1 << 20).next_power_of_two(), memory.clamp(1, 1 << 20).next_power_of_two())
+}
+
+/// What the page cache reads and writes at once: a page, or a block of a file system with larger ones.
+fn cache_page(block: u64) -> u64 {
+    let page = sys::page_size().next_power_of_two();
+    if block.is_power_of_two() && block <= PAGE_MAX { page.max(block) } else { page }
+}
+
+/// Opens for reading and perhaps writing. O_NONBLOCK is for the open only, which would wait for the other end of a FIFO.
+fn open_at(path: &Path, wanted: &Wanted, write: bool) -> std::io::Result<File> {
     let direct = if wanted.direct { libc::O_DIRECT } else { 0 };
     let mut o = OpenOptions::new();
     o.read(true).write(write).custom_flags(direct | libc::O_CLOEXEC | libc::O_NONBLOCK);
-    o
+    let file = o.open(path)?;
+    let fd = file.as_raw_fd();
+    sys::set_status_flags(fd, sys::status_flags(fd)? & !libc::O_NONBLOCK)?;
+    Ok(file)
 }
 
 fn open_path(path: &Path, wanted: &Wanted) -> Result<(File, bool)> {
     let at = |e| Error::os(e, format!("cannot open '{}'", path.display()));
-    match options(wanted, !wanted.read_only).open(path) {
+    match open_at(path, wanted, !wanted.read_only) {
         Ok(file) => Ok((file, wanted.read_only)),
         Err(e)
             if wanted.auto_read_only
                 && matches!(e.raw_os_error(), Some(libc::EACCES | libc::EROFS | libc::EPERM)) =>
         {
-            Ok((options(wanted, false).open(path).map_err(at)?, true))
+            Ok((open_at(path, wanted, false).map_err(at)?, true))
         }
         Err(e) => Err(at(e)),
     }
@@ -147,15 +211,14 @@ fn open_fd(fd: RawFd, wanted: &Wanted) -> Result<(File, bool)> {
     let flags = sys::status_flags(fd).map_err(at)?;
     let writable = flags & libc::O_ACCMODE != libc::O_RDONLY;
     if !writable && !wanted.read_only && !wanted.auto_read_only {
-        return Err(Error::new(
-            libc::EACCES,
-            crate::error::Code::ReadOnly,
-            format!("descriptor {fd} is read-only"),
-        ));
+        return Err(Error::new(libc::EACCES, Code::ReadOnly, format!("descriptor {fd} is read-only")));
     }
     let read_only = wanted.read_only || !writable;
-    if let Ok(file) = options(wanted, !read_only).open(format!("/proc/self/fd/{fd}")) {
+    if let Ok(file) = open_at(Path::new(&format!("/proc/self/fd/{fd}")), wanted, !read_only) {
         return Ok((file, read_only));
+    }
+    if flags & libc::O_APPEND != 0 && !read_only {
+        return Err(Error::invalid(format!("descriptor {fd} is open for appending")));
     }
     if wanted.direct != (flags & libc::O_DIRECT != 0) {
         return Err(Error::invalid(format!(
@@ -176,7 +239,7 @@ fn take_locks(file: &File, locking: usize, read_only: bool, force_share: bool, n
     }
     match lock::lock(file.as_raw_fd(), usage, name) {
         // auto: a file system without such locks is used without.
-        Err(e) if locking == 2 && e.code() != crate::error::Code::Busy => Ok(()),
+        Err(e) if locking == 2 && e.code() != Code::Busy => Ok(()),
         other => other,
     }
 }

@@ -100,6 +100,34 @@ pub(in crate::io) fn block_device_size(fd: RawFd) -> std::io::Result<u64> {
     Ok(size)
 }
 
+/// Logical block size of a block device in bytes.
+pub(in crate::io) fn logical_block_size(fd: RawFd) -> std::io::Result<u32> {
+    const BLKSSZGET: libc::c_ulong = 0x1268;
+    let mut size: c_int = 0;
+    // SAFETY: the ioctl writes one int.
+    if unsafe { libc::ioctl(fd, BLKSSZGET, &raw mut size) } < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(u32::try_from(size).unwrap_or(0))
+}
+
+/// Discards blocks of a block device; they may read as anything afterwards.
+pub(in crate::io) fn discard_blocks(fd: RawFd, offset: u64, len: u64) -> std::io::Result<()> {
+    const BLKDISCARD: libc::c_ulong = 0x1277;
+    let range = [offset, len];
+    // SAFETY: the ioctl reads two u64.
+    if unsafe { libc::ioctl(fd, BLKDISCARD, range.as_ptr()) } < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Page size of the system in bytes.
+pub(in crate::io) fn page_size() -> u64 {
+    // SAFETY: no pointers.
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
+}
+
 /// Where data (`hole` false) or a hole begins at or behind `offset`; `None` behind the last of it.
 pub(in crate::io) fn seek(fd: RawFd, offset: u64, hole: bool) -> std::io::Result<Option<u64>> {
     let whence = if hole { libc::SEEK_HOLE } else { libc::SEEK_DATA };
@@ -128,6 +156,16 @@ pub(in crate::io) fn status_flags(fd: RawFd) -> std::io::Result<c_int> {
     // SAFETY: no pointers.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     if flags < 0 { Err(std::io::Error::last_os_error()) } else { Ok(flags) }
+}
+
+/// Sets the status flags of a descriptor.
+pub(in crate::io) fn set_status_flags(fd: RawFd, flags: c_int) -> std::io::Result<()> {
+    // SAFETY: no pointers.
+    if unsafe { libc::fcntl(fd, libc::F_SETFL, flags) } < 0 {
+        Err(std::io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 /// Takes (`F_RDLCK`) or gives back (`F_UNLCK`) a shared open-file-description lock on one byte.

@@ -113,3 +113,19 @@ fn transfers_are_continued_through_all_segments_after_every_kind_of_short_result
         assert!(engine.ring.as_ref().expect("it is there").results.is_empty(), "the results were used");
     }
 }
+
+#[test]
+fn an_operation_gives_its_count_back_when_the_kernel_is_done_and_not_before() {
+    let Some(mut engine) = engine(1) else { return };
+    let (file, mut writer) = pipe();
+    let (mut read, cell) = op(&file, FileOpKind::Read, 0, &Buffers::alloc(4, 8));
+    read.op.counted = file.enter();
+    // The request that waits for it goes away.
+    drop(cell);
+    engine.push(read);
+    engine.kick();
+    assert_eq!(file.counted(), 1);
+    writer.write_all(b"abcd").expect("written");
+    finish(&mut engine, 1);
+    assert_eq!(file.counted(), 0);
+}
