@@ -10,6 +10,7 @@
 pub mod cbw;
 pub mod fault;
 pub mod passthrough;
+pub mod ram_cache;
 #[cfg(test)]
 mod testing;
 pub mod throttle;

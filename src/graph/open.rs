@@ -3,6 +3,8 @@
 use super::network::Graph;
 use super::registry::find_driver;
 use crate::error::{Error, Result};
+use crate::io::file::FileNode;
+use crate::io::uring_allowed;
 use crate::limits::GRAPH_DEPTH_MAX;
 use crate::node::{Edge, Node, Vertex};
 use crate::options::{Child, Options};
@@ -31,6 +33,11 @@ impl OpenCx<'_> {
     /// The environment.
     pub fn env(&self) -> &Arc<Env> {
         self.graph.env()
+    }
+
+    /// A node over a file of `size` bytes without a name in the directory `dir`; it vanishes with its last user (S25).
+    pub fn unlinked_file(&self, dir: &str, size: u64) -> Result<Arc<dyn Node>> {
+        Ok(FileNode::unlinked(std::path::Path::new(dir), size, uring_allowed())?)
     }
 
     /// The child under `key`, opened inline or found by name. For a filter that goes in live, `file` is what it goes above.

@@ -2,7 +2,7 @@
 
 use super::open::OpenCx;
 use crate::error::Result;
-use crate::filter::{cbw, fault, passthrough, throttle};
+use crate::filter::{cbw, fault, passthrough, ram_cache, throttle};
 use crate::format::raw::{RAW_PROPS, RawNode};
 use crate::io::file::{FILE_PROPS, FileNode};
 use crate::io::memory::{MEMORY_PROPS, MemoryNode};
@@ -40,6 +40,7 @@ pub static DRIVERS: &[Driver] = &[
         props: &passthrough::PROPS,
         open: passthrough::Passthrough::open,
     },
+    Driver { name: "ram-cache", is_filter: true, props: &ram_cache::PROPS, open: ram_cache::RamCache::open },
     Driver { name: "throttle", is_filter: true, props: &throttle::PROPS, open: throttle::Throttle::open },
     Driver {
         name: "file",

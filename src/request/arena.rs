@@ -11,7 +11,7 @@
 //! is handed out holds whatever was there before.
 
 use super::{MemOwner, Segment};
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use crate::sync::{Arc, Mutex};
 use slab::Slab;
 use smallvec::SmallVec;
@@ -44,6 +44,8 @@ pub struct Arena {
     limit: AtomicU64,
     mapped: AtomicU64,
     in_use: AtomicU64,
+    /// A chunk was begun and few spares were left.
+    hungry: AtomicBool,
 }
 
 /// A run of pages; goes back to the arena when dropped.
@@ -91,6 +93,7 @@ impl Arena {
             limit: AtomicU64::new(0),
             mapped: AtomicU64::new(0),
             in_use: AtomicU64::new(0),
+            hungry: AtomicBool::new(false),
         };
         arena.set_limit(limit);
         Arc::new(arena)
@@ -132,12 +135,11 @@ impl Arena {
         runs
     }
 
-    /// Whether the arena is growing without a spare chunk at hand, so that [`Arena::add_spare`] would spare the next user the page faults.
+    /// Whether the arena has grown and has no spare chunk at hand, so that [`Arena::add_spare`] would spare the next user the page
+    /// faults. Says so once each time.
     pub fn wants_spare(&self) -> bool {
-        let state = self.state.lock();
-        state.spares.len() < SPARES_READY
-            && state.bins[RUN_ORDER_MAX..].iter().all(Vec::is_empty)
-            && self.may_map()
+        // Relaxed: a hint. The load keeps the common case free of a locked instruction.
+        self.hungry.load(Relaxed) && self.hungry.swap(false, Relaxed)
     }
 
     /// Maps a chunk and touches its pages, which takes a while, and keeps it for the next user.
@@ -213,6 +215,10 @@ impl Arena {
             }
             None => return false,
         };
+        // A user of one chunk is not worth the trouble.
+        if !state.chunks.is_empty() && state.spares.len() < SPARES_READY && self.may_map() {
+            self.hungry.store(true, Relaxed);
+        }
         let key = state.chunks.insert(Chunk { base, free: [u64::MAX; WORDS], bin: None });
         state.rebin(key as u32);
         true
@@ -548,15 +554,16 @@ mod tests {
     }
 
     #[test]
-    fn a_spare_is_made_ready_when_the_last_chunk_is_begun() {
+    fn a_spare_is_asked_for_when_the_arena_grows_and_used_by_the_next_request() {
         let arena = Arena::new(64 << 20);
-        assert!(arena.wants_spare());
+        let first = buffers(&arena, RUN_MAX);
+        assert!(!arena.wants_spare(), "one chunk is no growth");
+        let more: Vec<Buffers> = (0..2).map(|_| buffers(&arena, RUN_MAX)).collect();
+        assert!(arena.wants_spare() && !arena.wants_spare(), "once");
         arena.add_spare();
-        arena.add_spare();
-        assert!(!arena.wants_spare());
         let mapped = arena.mapped();
-        let b = buffers(&arena, RUN_MAX);
+        let next: Vec<Buffers> = (0..3).map(|_| buffers(&arena, RUN_MAX)).collect();
         assert_eq!(arena.mapped(), mapped, "the spare was used");
-        drop(b);
+        drop((first, more, next));
     }
 }

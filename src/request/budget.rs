@@ -191,6 +191,16 @@ impl Claim {
         false
     }
 
+    /// The owner goes from `used` to `used + len` with bytes that were part of its fixed ones. Under the owner's lock.
+    pub fn add(&self, used: u64, len: u64) {
+        let need = self.beyond(used.saturating_add(len)) - self.beyond(used);
+        if need > 0 {
+            let mut s = self.budget.state.lock();
+            s.pooled += need;
+            s.members[self.key].pooled += need;
+        }
+    }
+
     /// The owner goes from `used` down by `len`. Under the owner's lock; call [`Claim::serve`] after it. Returns whether the pool got anything.
     pub fn shrink(&self, used: u64, len: u64) -> bool {
         let freed = self.beyond(used) - self.beyond(used.saturating_sub(len));

@@ -83,6 +83,17 @@ pub fn create_file(path: &Path, size: u64) -> Result<File> {
 }
 
 impl FileNode {
+    /// A file of `size` bytes without a name in the directory `dir`: it vanishes with its last user (S25), and discards give its blocks back.
+    /// Blocks.
+    pub fn unlinked(dir: &Path, size: u64, uring_allowed: bool) -> Result<Arc<Self>> {
+        let at = |e| Error::os(e, format!("cannot make a file in '{}'", dir.display()));
+        let file = sys::unlinked_file(dir).map_err(at)?;
+        file.set_len(size).map_err(at)?;
+        let mut o = Options::empty();
+        o.set("fd", file.as_raw_fd()).set("discard", "unmap").set("locking", "off");
+        Self::open(o, uring_allowed)
+    }
+
     /// Opens a file from options (see [`FILE_PROPS`]). Blocks.
     pub fn open(mut o: Options, uring_allowed: bool) -> Result<Arc<Self>> {
         let filename = o.take_str("filename")?;
