@@ -212,6 +212,25 @@ impl Graph {
         })
     }
 
+    /// Opens a filter above what is on top of `place` now, without putting it there. Before it goes in ([`Vertex::push_filter`], in a
+    /// drained section) compare its `file` with the top: the graph may have changed. May block.
+    pub fn filter_open(self: &Arc<Self>, place: &Arc<Vertex>, options: Options) -> Result<Arc<Vertex>> {
+        open::open_filter(self, place, options)
+    }
+
+    /// Takes a filter out without waiting for what it holds: for one that is given up because what is below it does not answer (S3, S35).
+    /// Returns whether it was there.
+    pub async fn filter_drop_on(
+        self: &Arc<Self>,
+        cx: &Cx,
+        place: &Arc<Vertex>,
+        filter: &Arc<Vertex>,
+    ) -> bool {
+        let there = self.drained(cx, std::slice::from_ref(place), || place.remove_filter(filter)).await;
+        self.names.lock().nodes.remove(filter.name());
+        there
+    }
+
     /// Takes a filter out and brings what it holds to where it belongs (S3: the drained section waits for guest I/O only). May block.
     pub fn filter_del(self: &Arc<Self>, place: &Arc<Vertex>, filter: &Arc<Vertex>) -> Result<()> {
         self.env.block_on(|cx| async move { self.filter_del_on(&cx, place, filter).await })?
