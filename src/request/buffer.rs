@@ -261,9 +261,6 @@ impl fmt::Debug for Buffers {
     }
 }
 
-/// Takes memory that nobody uses any more; called on whatever thread lets go of it last.
-pub type GiveBack = Box<dyn FnOnce(AlignedMem) + Send + Sync>;
-
 /// Owned, zeroed, aligned memory.
 pub struct AlignedMem {
     ptr: NonNull<u8>,
@@ -295,39 +292,6 @@ impl AlignedMem {
         // SAFETY: the owner frees the memory when its last clone goes.
         b.push(unsafe { Segment::shared(ptr, len, owner) });
         b
-    }
-
-    /// Like [`AlignedMem::into_buffers`] for the first `len` bytes; when the last clone goes the memory is given to `back` instead of being
-    /// freed. The content is whatever it was.
-    pub fn into_buffers_of(self, len: usize, back: GiveBack) -> Buffers {
-        assert!(len <= self.len(), "more bytes than the memory has");
-        let ptr = self.ptr;
-        let owner: MemOwner = Arc::new(Returned(Some((self, back))));
-        let mut b = Buffers::new();
-        // SAFETY: the owner keeps the memory until its last clone goes.
-        b.push(unsafe { Segment::shared(ptr, len, owner) });
-        b
-    }
-
-    /// Number of bytes.
-    pub fn len(&self) -> usize {
-        self.layout.size()
-    }
-
-    /// Whether there is no byte; never the case.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
-/// Memory and where it goes when nobody uses it any more.
-struct Returned(Option<(AlignedMem, GiveBack)>);
-
-impl Drop for Returned {
-    fn drop(&mut self) {
-        if let Some((mem, back)) = self.0.take() {
-            back(mem);
-        }
     }
 }
 
@@ -377,21 +341,6 @@ mod tests {
             b.slice(at, 1).fill(1);
             assert!(!b.is_zero(), "byte {at}");
         }
-    }
-
-    #[test]
-    fn memory_goes_back_once_when_the_last_slice_goes() {
-        let back: Arc<crate::sync::Mutex<Vec<usize>>> = Arc::default();
-        let there = back.clone();
-        let b = AlignedMem::zeroed(4096, 4096)
-            .into_buffers_of(100, Box::new(move |mem| there.lock().push(mem.len())));
-        assert_eq!(b.len(), 100);
-        let s = b.slice(99, 1);
-        drop(b);
-        assert!(back.lock().is_empty());
-        s.fill(1);
-        drop(s);
-        assert_eq!(*back.lock(), [4096]);
     }
 
     #[test]

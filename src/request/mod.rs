@@ -13,5 +13,5 @@ pub mod budget;
 mod buffer;
 mod op;
 
-pub use buffer::{AlignedMem, Buffers, GiveBack, MemOwner, Segment};
+pub use buffer::{AlignedMem, Buffers, MemOwner, Segment};
 pub use op::{Class, Flags, Op, ReqRef, Request};

@@ -5,7 +5,8 @@
 //! part of a job (the first it has in flight) is always granted. Copies for the guest never come here.
 
 use crate::limits::BATCH_LEN;
-use crate::request::{AlignedMem, Buffers};
+use crate::request::arena::{Arena, Runs};
+use crate::request::{Buffers, MemOwner};
 use crate::sync::{Arc, Mutex};
 use event_listener::{Event, EventListener};
 
@@ -13,23 +14,20 @@ use event_listener::{Event, EventListener};
 pub const POOL_BYTES: u64 = 32 << 20;
 /// Bytes in use by the parts of one job, unless a single part is larger.
 pub const JOB_BYTES: u64 = 16 << 20;
-/// Alignment of the buffers: enough for any device.
-const ALIGN: usize = 4096;
 
 const _: () = assert!(JOB_BYTES < POOL_BYTES && JOB_BYTES >= BATCH_LEN);
 
-/// The pool of one context.
-#[derive(Debug, Default)]
+/// The pool of one context. Its memory is the system's again when the last job has ended.
+#[derive(Debug)]
 pub struct Pool {
+    arena: Arc<Arena>,
     state: Mutex<State>,
     freed: Event,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct State {
     used: u64,
-    /// Buffers of one batch that nobody uses; kept while there are jobs.
-    spare: Vec<AlignedMem>,
     shares: usize,
 }
 
@@ -39,6 +37,21 @@ pub struct PoolShare {
     pool: Arc<Pool>,
     /// Outlives the share in the buffers that are still out.
     used: Arc<Mutex<u64>>,
+}
+
+/// Memory that is out; accounted for until its last user has let go of it.
+#[derive(Debug)]
+struct Held {
+    pool: Arc<Pool>,
+    share: Arc<Mutex<u64>>,
+    runs: Runs,
+    size: u64,
+}
+
+impl Default for Pool {
+    fn default() -> Self {
+        Self { arena: Arena::new(POOL_BYTES), state: Mutex::default(), freed: Event::new() }
+    }
 }
 
 impl Pool {
@@ -53,46 +66,34 @@ impl Pool {
         self.state.lock().used
     }
 
-    fn back(&self, mem: AlignedMem) {
-        let len = mem.len() as u64;
-        let mut s = self.state.lock();
-        s.used -= len;
-        // Freed outside the lock, whichever of the two it is.
-        let freed = if len == BATCH_LEN && s.shares > 0 {
-            s.spare.push(mem);
-            None
-        } else {
-            Some(mem)
-        };
-        drop(s);
-        drop(freed);
-        self.freed.notify(usize::MAX);
+    /// Bytes that the pool has from the system.
+    pub fn mapped(&self) -> u64 {
+        self.arena.mapped()
     }
 }
 
 impl PoolShare {
-    /// A buffer of `len` bytes with undefined content, if the job may have it now. Listen to [`PoolShare::listen`] first to wait for it.
+    /// A buffer of `len` bytes (at least 1) with undefined content, if the job may have it now. Listen to [`PoolShare::listen`] first to wait for it.
     pub fn try_take(&self, len: u64) -> Option<Buffers> {
-        // A batch is the common size; buffers of it are used again.
-        let size =
-            if len <= BATCH_LEN && len > BATCH_LEN / 2 { BATCH_LEN } else { len.next_multiple_of(4096) };
+        let size = Arena::size_of(len);
         let mut used = self.used.lock();
-        let mut s = self.pool.state.lock();
-        if *used > 0 && (*used + size > JOB_BYTES || s.used + size > POOL_BYTES) {
+        let mut state = self.pool.state.lock();
+        if *used > 0 && (*used + size > JOB_BYTES || state.used + size > POOL_BYTES) {
             return None;
         }
         *used += size;
-        s.used += size;
-        let spare = if size == BATCH_LEN { s.spare.pop() } else { None };
-        drop(s);
+        state.used += size;
+        drop(state);
         drop(used);
-        let mem = spare.unwrap_or_else(|| AlignedMem::zeroed(size as usize, ALIGN));
-        let (share, pool) = (self.used.clone(), self.pool.clone());
-        let back = Box::new(move |mem: AlignedMem| {
-            *share.lock() -= mem.len() as u64;
-            pool.back(mem);
-        });
-        Some(mem.into_buffers_of(len as usize, back))
+        let runs = self.pool.arena.alloc(len as usize);
+        let held = Arc::new(Held { pool: self.pool.clone(), share: self.used.clone(), runs, size });
+        let owner: MemOwner = held.clone();
+        let mut bufs = Buffers::new();
+        for run in &held.runs {
+            let left = len as usize - bufs.len();
+            bufs.push(run.segment(left.min(run.size()), owner.clone()));
+        }
+        Some(bufs)
     }
 
     /// Notified when something has been given back.
@@ -108,17 +109,28 @@ impl PoolShare {
 
 impl Drop for PoolShare {
     fn drop(&mut self) {
-        let mut s = self.pool.state.lock();
-        s.shares -= 1;
-        let spare = if s.shares == 0 { std::mem::take(&mut s.spare) } else { Vec::new() };
-        drop(s);
-        drop(spare);
+        let mut state = self.pool.state.lock();
+        state.shares -= 1;
+        let last = state.shares == 0;
+        drop(state);
+        if last {
+            self.pool.arena.trim();
+        }
     }
 }
 
-impl std::fmt::Debug for State {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State").field("used", &self.used).field("spare", &self.spare.len()).finish()
+impl Drop for Held {
+    fn drop(&mut self) {
+        drop(std::mem::take(&mut self.runs));
+        *self.share.lock() -= self.size;
+        let mut state = self.pool.state.lock();
+        state.used -= self.size;
+        let idle = state.shares == 0;
+        drop(state);
+        if idle {
+            self.pool.arena.trim();
+        }
+        self.pool.freed.notify(usize::MAX);
     }
 }
 
@@ -159,19 +171,18 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_used_again_and_freed_with_the_last_job() {
+    fn memory_is_the_systems_again_when_the_last_job_and_the_last_buffer_have_gone() {
         let pool = Arc::new(Pool::default());
         let share = pool.share();
-        let first = share.try_take(BATCH_LEN).expect("room");
-        first.slice(0, 1).fill(77);
-        let at = first.segments()[0].as_ptr();
+        let (first, second) = (share.try_take(BATCH_LEN).expect("room"), share.try_take(512).expect("room"));
+        assert_eq!((first.len() as u64, second.len(), pool.used()), (BATCH_LEN, 512, BATCH_LEN + 4096));
+        second.fill(1);
         drop(first);
-        let second = share.try_take(BATCH_LEN).expect("room");
-        assert_eq!(second.segments()[0].as_ptr(), at);
-        drop(second);
-        assert_eq!(pool.state.lock().spare.len(), 1);
+        assert!(pool.mapped() > 0, "kept while there are jobs");
         drop(share);
-        assert_eq!((pool.used(), pool.state.lock().spare.len()), (0, 0));
+        assert!(pool.mapped() > 0, "a buffer is still out");
+        drop(second);
+        assert_eq!((pool.used(), pool.mapped()), (0, 0));
     }
 
     trait Notified {
