@@ -1,6 +1,7 @@
 //! What the world wants of a job and how far it is: the meeting point of the control calls and the job's task.
 //!
-//! One small lock per job; each change notifies the task and whoever waits for the job. Nothing here waits.
+//! One small lock per job; each change notifies the task and whoever waits for the job. Nothing here waits. The host is told of a change of state
+//! while the lock is held, so that nobody sees a state whose event is not there yet, and events come in the order of the states.
 
 use super::status::Status;
 use crate::error::{Error, IoError, IoResult, Result};
@@ -60,13 +61,14 @@ impl Control {
         self.changed.listen()
     }
 
-    /// Moves to `next` if the states allow it; returns whether it did.
-    pub(super) fn advance(&self, next: Status) -> bool {
+    /// Moves to `next` if the states allow it, and then calls `tell`; returns whether it did.
+    pub(super) fn advance(&self, next: Status, tell: impl FnOnce()) -> bool {
         let mut s = self.state.lock();
         if !s.status.may_become(next) {
             return false;
         }
         s.status = next;
+        tell();
         drop(s);
         self.notify();
         true
@@ -129,25 +131,27 @@ impl Control {
     }
 
     /// Ends the job with its one outcome. Returns whether it was still open.
-    pub(super) fn conclude(&self, outcome: IoResult) -> bool {
+    pub(super) fn conclude(&self, outcome: IoResult, tell: impl FnOnce()) -> bool {
         let mut s = self.state.lock();
         if s.outcome.is_some() {
             return false;
         }
         s.outcome = Some(outcome);
         s.status = Status::Concluded;
+        tell();
         drop(s);
         self.notify();
         true
     }
 
-    /// Whether the job may be forgotten.
-    pub(super) fn dismiss(&self, id: &str) -> Result<()> {
+    /// Lets a concluded job be forgotten.
+    pub(super) fn dismiss(&self, id: &str, tell: impl FnOnce()) -> Result<()> {
         let mut s = self.state.lock();
         if s.status != Status::Concluded {
             return Err(refused(id, s.status, "dismissed"));
         }
         s.status = Status::Null;
+        tell();
         drop(s);
         self.notify();
         Ok(())
@@ -168,7 +172,7 @@ mod tests {
 
     fn running() -> Control {
         let c = Control::new();
-        assert!(c.advance(Status::Running));
+        assert!(c.advance(Status::Running, || {}));
         c
     }
 
@@ -187,8 +191,8 @@ mod tests {
     #[test]
     fn the_first_outcome_is_the_only_one() {
         let c = running();
-        assert!(c.conclude(Err(IoError::cancelled())));
-        assert!(!c.conclude(Ok(())));
+        assert!(c.conclude(Err(IoError::cancelled()), || {}));
+        assert!(!c.conclude(Ok(()), || {}));
         assert_eq!(c.view().outcome, Some(Err(IoError::cancelled())));
     }
 
@@ -205,12 +209,12 @@ mod tests {
     fn verbs_are_refused_in_the_wrong_state() {
         let c = running();
         assert!(c.finalize("j").is_err());
-        assert!(c.dismiss("j").is_err());
-        assert!(!c.advance(Status::Pending));
-        c.conclude(Ok(()));
+        assert!(c.dismiss("j", || {}).is_err());
+        assert!(!c.advance(Status::Pending, || {}));
+        c.conclude(Ok(()), || {});
         assert!(c.cancel("j").is_err());
         assert!(c.set_pause("j", true).is_err());
-        c.dismiss("j").expect("a concluded job can be dismissed");
-        assert!(c.dismiss("j").is_err());
+        c.dismiss("j", || {}).expect("a concluded job can be dismissed");
+        assert!(c.dismiss("j", || {}).is_err());
     }
 }

@@ -245,8 +245,8 @@ impl Job {
 
     /// With `auto-dismiss=off`: forgets a concluded job.
     pub fn dismiss(&self) -> Result<()> {
-        self.control.dismiss(&self.id)?;
-        self.post(Status::Null);
+        let error = self.outcome().and_then(IoResult::err);
+        self.control.dismiss(&self.id, || self.post(Status::Null, error))?;
         if let Some(jobs) = self.registry.upgrade() {
             jobs.forget(&self.id);
         }
@@ -304,23 +304,21 @@ impl Job {
 
     /// Moves to the next state and tells the host.
     fn advance(&self, next: Status) -> bool {
-        let moved = self.control.advance(next);
-        if moved {
-            self.post(next);
-        }
-        moved
+        self.control.advance(next, || self.post(next, None))
     }
 
-    fn post(&self, status: Status) {
-        let mut event = Event::new(EventKind::Job, &self.id);
-        event.value = status as u64;
-        event.time_ns = self.env.runtime.clock.now().0;
-        if let Some(Err(e)) = self.outcome() {
-            (event.errno, event.code) = (e.errno, e.code);
-        }
+    /// Called with the lock of `control` held.
+    fn post(&self, status: Status, error: Option<IoError>) {
         let (current, total) = self.progress.get();
-        (event.offset, event.len) = (current, total);
-        self.env.events.post(event);
+        self.env.events.post(Event {
+            value: status as u64,
+            time_ns: self.env.runtime.clock.now().0,
+            offset: current,
+            len: total,
+            errno: error.map_or(0, |e| e.errno),
+            code: error.map_or(Code::None, |e| e.code),
+            ..Event::new(EventKind::Job, &self.id)
+        });
     }
 }
 

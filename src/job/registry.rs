@@ -160,7 +160,7 @@ impl Jobs {
         }
         jobs.insert(id, job.clone());
         drop(jobs);
-        job.post(Status::Created);
+        job.post(Status::Created, None);
         Ok(job)
     }
 

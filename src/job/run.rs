@@ -66,7 +66,7 @@ async fn settle_outcome(job: &Arc<Job>) -> IoResult {
 }
 
 /// A job that is paused while its last work ends stays paused.
-async fn wait_resumed(job: &Arc<Job>) -> IoResult {
+pub(super) async fn wait_resumed(job: &Arc<Job>) -> IoResult {
     let resumed = async {
         if job.control.view().pause {
             job.advance(Status::Paused);
@@ -118,10 +118,9 @@ async fn abort(cx: &Cx, job: &Arc<Job>, error: IoError) {
 
 fn conclude(job: &Arc<Job>, outcome: IoResult) {
     job.progress.advance_to(job.env.runtime.clock.now(), job.body.done());
-    if !job.control.conclude(outcome) {
+    if !job.control.conclude(outcome, || job.post(Status::Concluded, outcome.err())) {
         return;
     }
-    job.post(Status::Concluded);
     if job.auto_dismiss {
         // Refused only if somebody has dismissed it first.
         let _ = job.dismiss();
