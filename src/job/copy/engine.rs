@@ -1,8 +1,7 @@
 //! The loop of one job: looks at everything that may hold it back, then starts one part, and so on until nothing is left.
 
 use super::limit::Backoff;
-use super::{Cause, CopyOptions, Failure, OnError, Work};
-use crate::error::IoError;
+use super::{Cause, CopyOptions, Failure, OnError, Piece, Work};
 use crate::events::Side;
 use crate::job::{Job, Status};
 use crate::queue::Cx;
@@ -10,7 +9,6 @@ use crate::report::{Action, Report};
 use crate::request::{Buffers, Op};
 use crate::rt::Instant;
 use crate::sync::Arc;
-use crate::units::ByteRange;
 use event_listener::EventListener;
 use std::future::Future;
 use std::pin::Pin;
@@ -114,10 +112,15 @@ impl Loop<'_> {
         if let Some(step) = self.hold(now, parts) {
             return Ok(step);
         }
+        if let Some(piece) = self.failed_piece() {
+            self.start(piece, Buffers::new())?;
+            return Ok(Step::Again);
+        }
         let chunk = self.chunk();
         let Some(mut piece) = self.work.next(self.cx, self.pass.at, chunk).await else {
             return Ok(self.end_of_pass());
         };
+        debug_assert!(piece.range.offset >= self.pass.at && piece.range.len > 0, "a pass goes forward");
         self.pass.found = true;
         match self.job.flight.first_overlap(piece.range) {
             Some(busy) if busy.offset <= piece.range.offset => {
@@ -137,10 +140,26 @@ impl Loop<'_> {
         }
         self.pass.at = piece.range.end();
         self.pass.started = true;
+        self.start(piece, bufs)?;
+        Ok(Step::Again)
+    }
+
+    fn start(&self, piece: Piece, bufs: Buffers) -> Result<(), Failure> {
         let (env, class) = (self.cx.env(), self.job.priority().class());
         let started = self.job.flight.start(env, self.work.clone(), piece, bufs, class);
-        started.map_err(|e| host_failure(e.as_io(), piece.range))?;
-        Ok(Step::Again)
+        started.map_err(|e| Failure { error: e.as_io(), side: Side::Host, op: Op::Read, range: piece.range })
+    }
+
+    /// A piece that failed before and that nobody is at.
+    fn failed_piece(&self) -> Option<Piece> {
+        let mut at = 0;
+        loop {
+            let piece = self.work.again(at)?;
+            match self.job.flight.first_overlap(piece.range) {
+                None => return Some(piece),
+                Some(busy) => at = busy.end().max(piece.range.end()),
+            }
+        }
     }
 
     /// Progress, and what the limits are to know.
@@ -248,10 +267,6 @@ impl Job {
         let report = Report::new(rt, failure.error, failure.side, failure.op, failure.range).action(action);
         self.errors.add(report);
     }
-}
-
-fn host_failure(error: IoError, range: ByteRange) -> Failure {
-    Failure { error, side: Side::Host, op: Op::Read, range }
 }
 
 /// Ends when one of `listeners` is notified.

@@ -47,6 +47,13 @@ pub(super) trait Work: Send + Sync + Debug {
     /// longer one that reads as zeros. `None` if there is none up to the end. Does not claim it.
     fn next<'a>(&'a self, cx: &'a Cx, at: u64, max: u64) -> NodeFuture<'a, Option<Piece>>;
 
+    /// The first piece at or after `at` whose data has been read and could not be written: it needs no new buffer, and what it holds is not free before it has
+    /// been written, so such pieces come first.
+    fn again(&self, at: u64) -> Option<Piece> {
+        let _ = at;
+        None
+    }
+
     /// Moves a piece. `bufs` has the piece's length, or none for a piece of zeros. A piece that somebody else has done meanwhile is no failure.
     fn copy<'a>(
         &'a self,
