@@ -99,6 +99,7 @@ impl Context {
 
     /// A context over an environment made elsewhere (tests, simulation).
     pub fn with_env(options: ContextOptions, env: Arc<Env>) -> Arc<Self> {
+        env.budget.set_limit(options.ram_budget);
         let graph = Graph::new(env.clone());
         let jobs = Jobs::new(graph.clone(), options.worker_threads == 0);
         Arc::new(Self {

@@ -4,7 +4,7 @@ use crate::context::{Context, ContextOptions};
 use crate::error::{IoError, IoResult};
 use crate::events::EventKind;
 use crate::job::{Job, Status};
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, ExtentFlags, Limits, Node, NodeFuture, Plan};
 use crate::options::Options;
 use crate::queue::Cx;
 use crate::queue::virtual_env::virtual_env;
@@ -40,6 +40,8 @@ pub(crate) struct Store {
     zero_init: AtomicBool,
     read_only: AtomicBool,
     panics: AtomicBool,
+    /// Bytes that a lower layer holds, for block status.
+    below: Mutex<std::ops::Range<u64>>,
 }
 
 impl Store {
@@ -57,6 +59,7 @@ impl Store {
             zero_init: AtomicBool::new(false),
             read_only: AtomicBool::new(false),
             panics: AtomicBool::new(false),
+            below: Mutex::new(0..0),
         })
     }
 
@@ -118,6 +121,11 @@ impl Store {
     /// The next requests panic.
     pub(crate) fn set_panics(&self) {
         self.panics.store(true, SeqCst);
+    }
+
+    /// Reports these bytes as held by the layer below.
+    pub(crate) fn set_below(&self, range: std::ops::Range<u64>) {
+        *self.below.lock() = range;
     }
 
     fn fails(&self, op: Op) -> Option<IoError> {
@@ -197,6 +205,15 @@ impl Node for Store {
 
     fn block_status<'a>(&'a self, _cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         Box::pin(async move {
+            let below = self.below.lock().clone();
+            if below.contains(&range.offset) {
+                let len = below.end.min(range.end()) - range.offset;
+                return Ok(Extent { len, flags: ExtentFlags::ALLOCATED, depth: 1 });
+            }
+            let range = match below.start > range.offset {
+                true => ByteRange { offset: range.offset, len: below.start.min(range.end()) - range.offset },
+                false => range,
+            };
             // Holes of 4 KiB and more, as a file system would tell.
             let data = self.data.lock();
             let unit = |at: u64| {
@@ -266,7 +283,7 @@ impl Bench {
     }
 
     pub(crate) fn wait(&self, job: &Arc<Job>) -> Result<(), IoError> {
-        assert!(job.wait(Some(Duration::from_secs(100_000))).expect("waiting is allowed"), "job ends");
+        assert!(job.wait(Some(Duration::from_secs(1000))).expect("waiting is allowed"), "job ends");
         job.outcome().expect("an ended job has an outcome")
     }
 
