@@ -17,6 +17,7 @@
 //!
 //! Start reading at `run.rs` (the life of a job), then `backup/mod.rs` and `copy/engine.rs`.
 
+mod backup;
 mod control;
 pub mod copy;
 mod group;

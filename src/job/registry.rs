@@ -2,7 +2,7 @@
 
 use super::copy::{CopyOptions, Flight, Limiter, OnError, Pool, Priority, Progress};
 use super::group::{Group, start_all};
-use super::{Body, Job, Status, mirror};
+use super::{Body, Job, Status, backup, mirror};
 use crate::error::{Error, Result};
 use crate::graph::Graph;
 use crate::limits::{BATCH_LEN, JOBS_MAX};
@@ -44,7 +44,8 @@ pub(super) struct Made {
 }
 
 /// All types of jobs.
-static KINDS: &[Kind] = &[Kind { name: "copy", make: mirror::make }];
+static KINDS: &[Kind] =
+    &[Kind { name: "backup", make: backup::make }, Kind { name: "copy", make: mirror::make }];
 
 /// Whether there is a type of job of this name.
 pub fn has_kind(name: &str) -> bool {
