@@ -1,7 +1,10 @@
 //! Opening an image the way qemu-img's flags say it.
 
+use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::graph::Disk;
 use crate::options::Options;
+use crate::sync::Arc;
 
 /// What `-f`, `-t`, `-i`, `--image-opts` and `-U` say.
 #[derive(Debug, Default)]
@@ -64,4 +67,13 @@ pub(super) fn cache_mode(name: &str) -> Result<CacheMode> {
         other => return Err(Error::invalid(format!("invalid cache option: '{other}'"))),
     };
     Ok(CacheMode { direct, no_flush, write_through })
+}
+
+/// Opens `name` and attaches a disk of its own to it.
+pub(super) fn open_disk(ctx: &Context, name: &str, flags: &ImageFlags<'_>) -> Result<Arc<Disk>> {
+    let graph = ctx.graph();
+    let node = graph.open(image_options(name, flags)?)?;
+    let disk = graph.add_disk("")?;
+    graph.insert(&disk, Some(node))?;
+    Ok(disk)
 }

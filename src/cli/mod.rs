@@ -4,10 +4,13 @@
 //! `println!`; errors end the process with one line on stderr, `cobweb: ...`, and exit code 1 unless the subcommand says otherwise. Arguments
 //! that clap refuses end with code 2.
 
+mod bench;
 pub mod daemon;
+mod demo;
 mod image;
 mod serve;
 mod sys;
+mod workload;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -22,6 +25,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Shows the main job: a guest writes, a slow target receives the disk as it was at one instant
+    Demo(demo::Args),
+    /// Measures request rates, with the flags of qemu-img bench
+    Bench(bench::Args),
     /// Serves one disk over NBD
     Serve(serve::Args),
     /// Serves disks and runs backups over QMP, with the options of qemu-storage-daemon
@@ -36,6 +43,8 @@ enum Command {
 /// Parses the process's arguments and runs the subcommand.
 pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Demo(args) => demo::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::StorageDaemon { words } => daemon::run(words),
     };
