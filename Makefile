@@ -27,7 +27,7 @@ $(TARGET_DIR)/$(SO): $(TARGET_DIR)/release/libcobweb.a include/libcobweb.map
 	$(CC) -shared -o $@ $(LDFLAGS) -Wl,--whole-archive $(TARGET_DIR)/release/libcobweb.a -Wl,--no-whole-archive \
 	  -Wl,--version-script=include/libcobweb.map -Wl,-soname,$(SONAME) -Wl,--gc-sections -Wl,-z,nodelete -Wl,-z,defs -lgcc_s -lpthread -lm -ldl -lc
 
-$(TARGET_DIR)/cobweb.pc: Makefile Cargo.toml
+$(TARGET_DIR)/cobweb.pc: Makefile Cargo.toml FORCE
 	mkdir -p $(TARGET_DIR)
 	printf '%s\n' 'prefix=$(PREFIX)' 'libdir=$(LIBDIR)' 'includedir=$(INCLUDEDIR)' '' 'Name: cobweb' \
 	  'Description: Block storage for virtual machines' 'Version: $(VERSION)' \

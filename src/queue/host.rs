@@ -244,6 +244,8 @@ impl Queue {
         let fd = driver.engine.event_fd().map_err(|e| Error::os(e, "cannot create the queue's event fd"))?;
         self.core.has_fd.store(true, Ordering::Relaxed);
         self.core.exec.arm_timer(&mut driver);
+        // What has completed before there was a descriptor is told by it as well.
+        self.core.signal(&mut driver);
         Ok(fd)
     }
 
@@ -251,6 +253,9 @@ impl Queue {
     pub fn arm(&self, on: bool) -> Result<()> {
         let mut driver = self.core.exec.own_drive();
         self.core.armed.store(on, Ordering::Relaxed);
+        if on {
+            self.core.signal(&mut driver);
+        }
         driver.engine.arm(on).map_err(|e| Error::os(e, "cannot switch the queue's event fd"))
     }
 
