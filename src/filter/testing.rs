@@ -217,10 +217,12 @@ pub(crate) struct Held {
     space: Arc<Space>,
 }
 
-/// The space of a [`Held`] node: there is enough, or none.
+/// The space of a [`Held`] node: there is enough, or none, or so much at a time.
 #[derive(Debug, Default)]
 struct Space {
     full: AtomicBool,
+    /// Most bytes of one reservation; 0 is no limit.
+    most: AtomicUsize,
     reserved: AtomicUsize,
     changed: event_listener::Event,
 }
@@ -337,6 +339,11 @@ impl Held {
         self.space.changed.notify(usize::MAX);
     }
 
+    /// Reservations are for at most so many bytes.
+    pub(crate) fn set_most(&self, bytes: u64) {
+        self.space.most.store(bytes as usize, SeqCst);
+    }
+
     /// Bytes that are reserved.
     pub(crate) fn reserved(&self) -> usize {
         self.space.reserved.load(SeqCst)
@@ -428,6 +435,8 @@ impl Node for HeldNode {
                 }
                 listener.await;
             }
+            let most = space.most.load(SeqCst) as u64;
+            let len = if most == 0 { len } else { len.min(most) };
             space.reserved.fetch_add(len as usize, SeqCst);
             Ok(Reservation::with_permit(len, Box::new(Counted(space.clone(), len as usize))))
         })

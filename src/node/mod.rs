@@ -65,7 +65,8 @@ pub trait Node: Send + Sync + Debug + Any {
     fn settle<'a>(&'a self, cx: &'a Cx) -> NodeFuture<'a, IoResult>;
 
     /// Space for `len` bytes of data that will be written to this node, reserved before it is read (S41). A node without
-    /// a memory of its own answers at once with a reservation that holds plain memory. `len` is at most one batch (1 MiB).
+    /// a memory of its own answers at once with a reservation that holds plain memory. `len` is at most one batch (1 MiB); a node with little memory
+    /// may give less ([`Reservation::len`]).
     fn reserve<'a>(&'a self, cx: &'a Cx, len: u64, class: Class) -> NodeFuture<'a, IoResult<Reservation>> {
         let _ = (cx, class);
         Box::pin(async move { Ok(Reservation::unbounded(len)) })

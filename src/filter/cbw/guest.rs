@@ -186,13 +186,17 @@ impl Point {
     }
 
     /// Reserves space, claims what is still needed of `run`, and waits for its copy. An error is the guest's own (S8).
-    async fn copy_run(self: &Arc<Self>, guest: &Guest<'_>, run: Granules, known_zero: bool) -> IoResult {
+    async fn copy_run(self: &Arc<Self>, guest: &Guest<'_>, mut run: Granules, known_zero: bool) -> IoResult {
         let mut memory = None;
         if !known_zero {
-            match self.space(guest, &run).await? {
-                Some(m) => memory = Some(m),
-                None => return Ok(()),
+            let Some(m) = self.space(guest, &run).await? else { return Ok(()) };
+            // A small cache gives less than was asked for; the caller comes again for the rest.
+            run.end = self.fitting(&run, m.len());
+            if run.is_empty() {
+                let error = IoError::os(libc::ENOSPC);
+                return self.fail(Failure::Space, true, guest.op, &(run.start..run.start + 1), error);
             }
+            memory = Some(m);
         }
         // Others may have been faster while this one waited for space (S43).
         let Some(claim) = Claim::take(self, &run) else { return Ok(()) };
@@ -209,7 +213,12 @@ impl Point {
         }
     }
 
-    /// Memory for the run; `None` if there is nothing to copy any more.
+    /// End of the first granules of `run` that `len` bytes hold.
+    fn fitting(&self, run: &Granules, len: u64) -> u64 {
+        if self.geo.bytes(run).len <= len { run.end } else { run.start + len / self.geo.granule() }
+    }
+
+    /// Memory for the run, or for less of it; `None` if there is nothing to copy any more.
     async fn space(&self, guest: &Guest<'_>, run: &Granules) -> IoResult<Option<Reservation>> {
         let len = self.geo.bytes(run).len;
         if len > BATCH_LEN {

@@ -647,6 +647,38 @@ fn space_is_waited_for_no_longer_than_the_bound() {
 }
 
 #[test]
+fn a_cache_smaller_than_a_write_takes_it_piece_by_piece() {
+    rig_over(
+        4 * G,
+        json!({}),
+        true,
+        |tgt| tgt.set_most(2 * G + 512),
+        |r| async move {
+            assert_eq!(r.ended(&r.write(0, 4 * G)).await, Ok(()));
+            assert_eq!(r.journal.count("src", READ), 2, "two granules at a time");
+            assert_eq!(r.tgt.reserved(), 0);
+            assert!(r.cbw().broken().is_none());
+        },
+    );
+}
+
+#[test]
+fn space_for_less_than_a_granule_is_none() {
+    rig_over(
+        2 * G,
+        json!({}),
+        true,
+        |tgt| tgt.set_most(512),
+        |r| async move {
+            assert_eq!(r.ended(&r.write(0, 512)).await, Ok(()), "the guest goes on");
+            assert_eq!(r.cbw().broken().expect("broken").error.errno, libc::ENOSPC);
+            assert_eq!(r.journal.count("src", READ), 0);
+            assert_eq!(r.tgt.reserved(), 0);
+        },
+    );
+}
+
+#[test]
 fn after_a_wait_for_space_others_may_have_been_faster() {
     rig_over(
         4 * G,
