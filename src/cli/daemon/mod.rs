@@ -36,6 +36,7 @@ use crate::options::Options;
 use crate::sync::Arc;
 use args::{CommandLine, HELP, Step};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -85,7 +86,7 @@ pub(super) fn start_context(command: &'static str) -> Result<Arc<Context>> {
     let options = ContextOptions { worker_threads: processors.min(WORKERS_MAX), ..Default::default() };
     let log = move |level: i32, target: &str, text: &str| {
         if level <= 1 {
-            eprintln!("cobweb {command}: {target}: {text}");
+            say(&format!("cobweb {command}: {target}: {text}"));
         }
     };
     let context = Context::new(options, Some(Box::new(log)))?;
@@ -106,7 +107,7 @@ pub(super) fn end(outcome: Outcome, objects: Arc<Objects>, pid_file: Option<PidF
             if let Some(Address::Unix(path)) = objects.server_address() {
                 let _ = remove_file(&path);
             }
-            eprintln!("cobweb: not everything ended in time; it is left behind");
+            say("cobweb: not everything ended in time; it is left behind");
             // Destructors would wait for what does not end.
             std::process::exit(1);
         }
@@ -166,6 +167,11 @@ fn add_monitor(sockets: &mut BTreeMap<String, Listener>, mut o: Options) -> Resu
         Some(listener) => Ok(Monitor { listener, pretty }),
         None => Err(Error::not_found(format!("there is no unused chardev '{id}'"))),
     }
+}
+
+/// Writes a line to stderr. Whoever reads it may have gone, and that must not end the daemon (the macro of std would).
+fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
 }
 
 /// A file with the process id, removed with this object.
