@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use support::daemon::{COBWEB, Daemon, Qmp};
 use support::nbd::Client;
 
@@ -248,4 +249,191 @@ fn serve_offers_a_file_and_tells_where() {
     let mut rest = String::new();
     out.read_to_string(&mut rest).expect("read");
     assert_eq!(rest, "");
+}
+
+/// A daemon with a disk file per name, exported under that name, and a target file for each behind a throttle of `bps` bytes per second.
+/// Returns it with what the disks hold.
+fn daemon_with_targets(names: &[&str], len: usize, bps: u64) -> (Daemon, Vec<Vec<u8>>) {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let mut args = vec![
+        "--object".to_owned(),
+        format!("throttle-group,id=tg,limits.bps-write={bps}"),
+        "--nbd-server".to_owned(),
+        "addr.type=unix,addr.path=@/nbd".to_owned(),
+    ];
+    let mut disks = Vec::new();
+    for (n, name) in names.iter().enumerate() {
+        let mut bytes = data(len, n as u64 + 1);
+        // Part of it is zeroes.
+        bytes[len / 2..len / 2 + len / 8].fill(0);
+        std::fs::write(dir.path().join(name), &bytes).expect("write");
+        let target = std::fs::File::create(dir.path().join(format!("{name}.t"))).expect("create");
+        target.set_len(len as u64).expect("length");
+        args.extend(
+            [
+                format!("--blockdev=driver=raw,node-name={name},file.driver=file,file.filename=@/{name}"),
+                format!("--blockdev=driver=file,node-name={name}-f,filename=@/{name}.t"),
+                format!("--blockdev=driver=throttle,node-name={name}-t,throttle-group=tg,file={name}-f"),
+                format!("--export=nbd,id=x-{name},node-name={name},writable=on"),
+            ]
+            .map(|a| a.replace("@/", &format!("{}/", dir.path().display()))),
+        );
+        disks.push(bytes);
+    }
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    (Daemon::start_in(dir, &args), disks)
+}
+
+/// Writes all over the disk until told to stop; returns how many writes ended before that. At least one comes after it was told.
+fn write_until(client: &mut Client, stop: &AtomicBool) -> usize {
+    let blocks = client.size() / 4096;
+    let mut before = 0;
+    for n in 0u64.. {
+        let stopped = stop.load(Ordering::SeqCst);
+        let at = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) % blocks * 4096;
+        client.write(at, &[0xee; 4096]);
+        if stopped {
+            break;
+        }
+        before += usize::from(!stop.load(Ordering::SeqCst));
+    }
+    before
+}
+
+#[test]
+fn a_backup_holds_the_instant_while_a_client_writes() {
+    let (daemon, disks) = daemon_with_targets(&["a"], 8 * MIB + 512, 16 << 20);
+    let mut qmp = Qmp::connect(&daemon.qmp);
+    let mut client = Client::connect(&daemon.path("nbd"), "a");
+    let stop = AtomicBool::new(false);
+    let started = qmp.command(
+        "blockdev-backup",
+        json!({"job-id": "b", "device": "a", "target": "a-t", "sync": "full", "ram-cache": {"capacity": 2 * MIB}}),
+    );
+    assert_eq!(started, json!({"return": {}}));
+    let (statuses, writes) = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| write_until(&mut client, &stop));
+        let statuses = qmp.statuses_until("b", "null");
+        stop.store(true, Ordering::SeqCst);
+        (statuses, writer.join().expect("the writer"))
+    });
+    assert_eq!(statuses, ["created", "running", "waiting", "pending", "concluded", "null"]);
+    assert!(writes > 0, "nothing was written during the backup");
+    assert!(std::fs::read(daemon.path("a.t")).expect("target") == disks[0], "the target is not the instant");
+    assert!(std::fs::read(daemon.path("a")).expect("disk") != disks[0], "nothing was written");
+    assert_eq!(qmp.ok("query-jobs", json!({})), json!([]));
+    qmp.ok("quit", json!({}));
+    daemon.assert_ends_cleanly();
+}
+
+#[test]
+fn a_transaction_backs_up_two_disks_at_one_instant() {
+    let (daemon, disks) = daemon_with_targets(&["a", "b"], 2 * MIB, 0);
+    let mut qmp = Qmp::connect(&daemon.qmp);
+    let backup = |name: &str, target: &str| {
+        json!({"type": "blockdev-backup", "data": {"job-id": format!("job-{name}"), "device": name, "target": target,
+            "sync": "full", "auto-dismiss": false}})
+    };
+    // The second cannot start, so the first does not either.
+    let failed = json!({"actions": [backup("a", "a-t"), backup("b", "nowhere")]});
+    let answer = qmp.command("transaction", failed);
+    assert!(answer["error"]["desc"].as_str().is_some_and(|d| d.contains("nowhere")), "{answer}");
+    assert_eq!(qmp.ok("query-jobs", json!({})), json!([]));
+    let both = json!({"actions": [backup("a", "a-t"), backup("b", "b-t")], "properties": {"completion-mode": "grouped"}});
+    qmp.ok("transaction", both);
+    for (name, disk) in ["a", "b"].iter().zip(&disks) {
+        let job = format!("job-{name}");
+        // The other's end may have been told before.
+        while qmp.job(&job)["status"] != "concluded" {
+            qmp.event("JOB_STATUS_CHANGE");
+        }
+        assert!(qmp.job(&job)["error"].is_null());
+        assert!(std::fs::read(daemon.path(&format!("{name}.t"))).expect("target") == *disk);
+        qmp.ok("job-dismiss", json!({"id": job}));
+    }
+    qmp.ok("quit", json!({}));
+    daemon.assert_ends_cleanly();
+}
+
+#[test]
+fn a_backup_to_a_target_that_stands_still_is_paused_cancelled_and_forgotten() {
+    let (daemon, _) = daemon_with_targets(&["a"], 4 * MIB, 1);
+    let mut qmp = Qmp::connect(&daemon.qmp);
+    let mut client = Client::connect(&daemon.path("nbd"), "a");
+    let backup = json!({"job-id": "b", "device": "a", "target": "a-t", "sync": "none", "auto-dismiss": false,
+        "ram-cache": {"capacity": 2 * MIB}});
+    qmp.ok("blockdev-backup", backup);
+    // The guest does not notice. (With sync=none every first touch of a granule needs a copy.)
+    client.write(0, &[1; 65536]);
+    let jobs = qmp.ok("query-block-jobs", json!({}));
+    assert_eq!(
+        (&jobs[0]["device"], &jobs[0]["type"], &jobs[0]["auto-dismiss"]),
+        (&json!("b"), &json!("backup"), &json!(false))
+    );
+    qmp.ok("block-job-set-speed", json!({"device": "b", "speed": 1000}));
+    assert_eq!(qmp.ok("query-block-jobs", json!({}))[0]["speed"], 1000);
+    qmp.ok("job-pause", json!({"id": "b"}));
+    assert_eq!(qmp.ok("query-block-jobs", json!({}))[0]["paused"], true);
+    let refused = qmp.command("job-complete", json!({"id": "b"}));
+    assert_eq!(refused["error"]["class"], "GenericError");
+    let stats = qmp.ok("query-cobweb-stats", json!({"name": "b"}));
+    assert!(stats["cbw-guest-bytes"].as_u64().is_some_and(|n| n > 0), "{stats}");
+    qmp.ok("job-cancel", json!({"id": "b"}));
+    assert_eq!(qmp.event("BLOCK_JOB_CANCELLED")["data"]["device"], "b");
+    assert_eq!(qmp.statuses_until("b", "concluded"), ["concluded"]);
+    client.write(2 * MIB as u64, &[2; 4096]);
+    qmp.ok("job-dismiss", json!({"id": "b"}));
+    let gone = qmp.command("block-job-cancel", json!({"device": "b"}));
+    assert_eq!(gone["error"]["class"], "DeviceNotActive");
+    qmp.ok("quit", json!({}));
+    daemon.assert_ends_cleanly();
+}
+
+#[test]
+fn sigterm_during_a_backup_cancels_it() {
+    let (daemon, _) = daemon_with_targets(&["a"], 4 * MIB, 1);
+    let mut qmp = Qmp::connect(&daemon.qmp);
+    let mut client = Client::connect(&daemon.path("nbd"), "a");
+    qmp.ok("blockdev-backup", json!({"job-id": "b", "device": "a", "target": "a-t", "sync": "full", "ram-cache": {"capacity": 2 * MIB}}));
+    client.write(0, &[1; 4096]);
+    daemon.signal(libc::SIGTERM);
+    assert_eq!(qmp.event("BLOCK_JOB_CANCELLED")["data"]["device"], "b");
+    qmp.assert_closed();
+    daemon.assert_ends_cleanly();
+}
+
+#[test]
+fn qemu_io_writes_while_old_data_goes_to_the_target() {
+    if !support::have("qemu-io") {
+        return;
+    }
+    let (daemon, disks) = daemon_with_targets(&["a"], 4 * MIB, 0);
+    let mut qmp = Qmp::connect(&daemon.qmp);
+    qmp.ok("blockdev-backup", json!({"job-id": "b", "device": "a", "target": "a-t", "sync": "none"}));
+    let uri = format!("nbd+unix:///a?socket={}", daemon.path("nbd").display());
+    let out = Command::new("qemu-io")
+        .args([
+            "-f",
+            "raw",
+            "-c",
+            "write -P 0xaa 100k 300k",
+            "-c",
+            "read -P 0xaa 100k 300k",
+            "-c",
+            "flush",
+            &uri,
+        ])
+        .output()
+        .expect("run qemu-io");
+    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && text.contains("read 307200/307200"), "{text}");
+    // Without a cache a write ends after the target has the old data of all granules it touches.
+    let (from, to) = (64 << 10, 448 << 10);
+    let target = std::fs::read(daemon.path("a.t")).expect("target");
+    assert!(target[from..to] == disks[0][from..to], "old data is missing");
+    assert!(target[2 * MIB + MIB / 2..].iter().all(|b| *b == 0), "sync=none copies only what is overwritten");
+    qmp.ok("block-job-cancel", json!({"device": "b"}));
+    qmp.statuses_until("b", "null");
+    qmp.ok("quit", json!({}));
+    daemon.assert_ends_cleanly();
 }

@@ -163,6 +163,27 @@ impl Qmp {
         }
     }
 
+    /// The states that a job goes through up to `last`; other events are dropped.
+    pub fn statuses_until(&mut self, id: &str, last: &str) -> Vec<String> {
+        let mut all = Vec::new();
+        loop {
+            let event = self.event("JOB_STATUS_CHANGE");
+            if event["data"]["id"] == id {
+                all.push(event["data"]["status"].as_str().expect("a status").to_owned());
+                if all.last().is_some_and(|s| s == last) {
+                    return all;
+                }
+            }
+        }
+    }
+
+    /// A job as `query-jobs` shows it.
+    pub fn job(&mut self, id: &str) -> Value {
+        let jobs = self.ok("query-jobs", json!({}));
+        let found = jobs.as_array().expect("a list").iter().find(|j| j["id"] == id);
+        found.unwrap_or_else(|| panic!("no job '{id}' in {jobs}")).clone()
+    }
+
     /// Waits until the daemon closes the connection.
     pub fn assert_closed(&mut self) {
         let mut rest = String::new();
