@@ -184,6 +184,35 @@ impl Buffers {
         }
     }
 
+    /// Copies `len` bytes of `source` from `from` on to `to` of this list, without counting references. Panics past an end. The two must
+    /// not share memory.
+    pub fn copy_range(&self, to: usize, source: &Buffers, from: usize, len: usize) {
+        assert!(to <= self.len && len <= self.len - to, "range past the end of the destination");
+        assert!(from <= source.len && len <= source.len - from, "range past the end of the source");
+        let (mut to, mut from, mut left) = (Cursor::at(&self.segs, to), Cursor::at(&source.segs, from), len);
+        while left > 0 {
+            let n = left.min(to.room()).min(from.room());
+            // SAFETY: both cursors have that much room in their segments; the caller promises that they do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(from.ptr(), to.ptr(), n) };
+            to.advance(n);
+            from.advance(n);
+            left -= n;
+        }
+    }
+
+    /// Fills `len` bytes from `at` on with `byte`. Panics past the end.
+    pub fn fill_range(&self, at: usize, len: usize, byte: u8) {
+        assert!(at <= self.len && len <= self.len - at, "range past the end of the buffers");
+        let (mut to, mut left) = (Cursor::at(&self.segs, at), len);
+        while left > 0 {
+            let n = left.min(to.room());
+            // SAFETY: the cursor has that much room in its segment.
+            unsafe { std::ptr::write_bytes(to.ptr(), byte, n) };
+            to.advance(n);
+            left -= n;
+        }
+    }
+
     /// Copies `bytes` to the start of the list. Panics if they do not fit.
     pub fn copy_from_slice(&self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len, "slice longer than the buffers");
@@ -233,6 +262,41 @@ impl Buffers {
             let bytes = unsafe { std::slice::from_raw_parts(s.as_ptr(), s.len) };
             bytes[s.len - 1] == 0 && is_zero(bytes)
         })
+    }
+}
+
+/// A place in a list of segments.
+struct Cursor<'a> {
+    segs: &'a [Segment],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    /// The place `offset` bytes into the list, which is at least that long.
+    fn at(mut segs: &'a [Segment], mut offset: usize) -> Self {
+        while let [first, rest @ ..] = segs
+            && offset >= first.len
+        {
+            offset -= first.len;
+            segs = rest;
+        }
+        Self { segs, at: offset }
+    }
+
+    /// Bytes left in the segment; 0 only at the end of the list.
+    fn room(&self) -> usize {
+        self.segs.first().map_or(0, |s| s.len - self.at)
+    }
+
+    fn ptr(&self) -> *mut u8 {
+        self.segs[0].as_ptr().wrapping_add(self.at)
+    }
+
+    fn advance(&mut self, n: usize) {
+        self.at += n;
+        if self.segs[0].len == self.at {
+            (self.segs, self.at) = (&self.segs[1..], 0);
+        }
     }
 }
 
@@ -329,6 +393,31 @@ mod tests {
                     d.copy_from(&s);
                     assert_eq!(d.to_vec(), &data[off..off + len]);
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_copied_and_filled_agree_with_vectors_for_every_cut() {
+        let data: Vec<u8> = (1..=12).collect();
+        for cut in 1..11usize {
+            let source = pieces(&[cut, 12 - cut]);
+            source.copy_from_slice(&data);
+            for (to, from, len) in (0..=12)
+                .flat_map(|to| {
+                    (0..=12usize).flat_map(move |from| (0..=12usize).map(move |len| (to, from, len)))
+                })
+                .filter(|(to, from, len)| to + len <= 12 && from + len <= 12)
+            {
+                let dest = pieces(&[12 - cut, cut]);
+                dest.fill(0xee);
+                let mut model = vec![0xee; 12];
+                dest.copy_range(to, &source, from, len);
+                model[to..to + len].copy_from_slice(&data[from..from + len]);
+                assert_eq!(dest.to_vec(), model);
+                dest.fill_range(from, len, 0x55);
+                model[from..from + len].fill(0x55);
+                assert_eq!(dest.to_vec(), model);
             }
         }
     }
