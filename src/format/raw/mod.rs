@@ -30,7 +30,8 @@ const fn prop(name: &'static str, ty: PropType, default: &'static str, doc: &'st
 pub struct RawNode {
     file: Edge,
     offset: u64,
-    size: u64,
+    /// As given; without it the window reaches to the end of the file, wherever that is.
+    size: Option<u64>,
     read_only: bool,
 }
 
@@ -45,8 +46,7 @@ impl RawNode {
         let Some(rest) = below.checked_sub(offset) else {
             return Err(o.invalid("offset", "lies behind the end of the file"));
         };
-        let size = size.unwrap_or(rest);
-        if size > rest {
+        if size.is_some_and(|size| size > rest) {
             return Err(o.invalid("size", "reaches past the end of the file"));
         }
         o.finish_for(&RAW_PROPS)?;
@@ -65,8 +65,16 @@ impl Node for RawNode {
 
     fn limits(&self) -> Limits {
         let below = self.file.get().limits();
-        // A window that does not start at a multiple of the alignment makes every request unaligned below.
-        Limits { size: self.size, read_only: below.read_only || self.read_only, ..below }
+        // A window that does not start at a multiple of the alignment makes every request unaligned below, whatever is said here; clusters are no longer
+        // where a copy would look for them.
+        let cluster =
+            if self.offset.is_multiple_of(u64::from(below.cluster).max(1)) { below.cluster } else { 0 };
+        Limits {
+            size: self.size.unwrap_or(below.size.saturating_sub(self.offset)),
+            read_only: below.read_only || self.read_only,
+            cluster,
+            ..below
+        }
     }
 
     fn children(&self) -> Vec<(&'static str, &Edge)> {
@@ -108,6 +116,15 @@ impl Node for RawNode {
         })
     }
 
+    fn get(&self, key: &str) -> Option<String> {
+        match key {
+            "offset" => Some(self.offset.to_string()),
+            "size" => Some(self.limits().size.to_string()),
+            "read-only" => Some(if self.read_only { "on" } else { "off" }.to_owned()),
+            _ => None,
+        }
+    }
+
     fn reserve<'a>(&'a self, cx: &'a Cx, len: u64, class: Class) -> NodeFuture<'a, IoResult<Reservation>> {
         Box::pin(async move {
             let file = self.file.node();
@@ -117,5 +134,81 @@ impl Node for RawNode {
 
     fn as_any(&self) -> &dyn Any {
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Code;
+    use crate::graph::Graph;
+    use crate::node::Vertex;
+    use crate::queue::testing;
+    use crate::request::{Buffers, Flags};
+
+    fn open(graph: &Arc<Graph>, text: &str) -> Result<Arc<Vertex>> {
+        graph.open(Options::parse(text).expect("options"))
+    }
+
+    #[test]
+    fn every_operation_reaches_the_window_and_nothing_else() {
+        let graph = Graph::new(testing::env(0));
+        let below = open(&graph, "driver=memory,size=1M,node-name=below").expect("it opens").top_node();
+        let raw = open(&graph, "driver=raw,offset=128k,size=256k,file=below").expect("it opens").top_node();
+        assert_eq!(raw.limits().size, 256 << 10);
+        testing::block_on(graph.env(), |cx| async move {
+            let data = Buffers::alloc(1 << 20, 4096);
+            data.fill(9);
+            cx.run(&*below, Request::write(0, data)).await.expect("written");
+            let ones = Buffers::alloc(1000, 8);
+            ones.fill(1);
+            cx.run(&*raw, Request::write(100, ones)).await.expect("written");
+            let zeroes = ByteRange { offset: 5000, len: 1000 };
+            cx.run(&*raw, Request::write_zeroes(zeroes, Flags::empty())).await.expect("zeroed");
+            cx.run(&*raw, Request::discard(ByteRange { offset: 64 << 10, len: 192 << 10 }))
+                .await
+                .expect("discarded");
+            cx.run(&*raw, Request::flush()).await.expect("flushed");
+            let all = Buffers::alloc(1 << 20, 8);
+            cx.run(&*below, Request::read(0, all.clone())).await.expect("read");
+            let mut expected = vec![9u8; 1 << 20];
+            let base = 128 << 10;
+            expected[base + 100..base + 1100].fill(1);
+            expected[base + 5000..base + 6000].fill(0);
+            expected[base + (64 << 10)..base + (256 << 10)].fill(0);
+            assert!(all.to_vec() == expected);
+            let window = Buffers::alloc(256 << 10, 8);
+            cx.run(&*raw, Request::read(0, window.clone())).await.expect("read");
+            assert!(window.to_vec() == expected[base..base + (256 << 10)]);
+            let e = cx.status(&*raw, ByteRange { offset: 64 << 10, len: 192 << 10 }).await.expect("status");
+            assert_eq!(e, Extent::hole(192 << 10));
+            let e = cx
+                .run(&*raw, Request::read(256 << 10, Buffers::alloc(1, 1)))
+                .await
+                .expect_err("past the end");
+            assert_eq!(e.code, Code::OutOfRange);
+        });
+    }
+
+    #[test]
+    fn windows_that_do_not_lie_in_the_file_and_writes_to_a_read_only_one_are_refused() {
+        let graph = Graph::new(testing::env(0));
+        for (text, named) in [
+            ("driver=raw,offset=2M,file.driver=memory,file.size=1M", "offset"),
+            ("driver=raw,offset=512k,size=513k,file.driver=memory,file.size=1M", "size"),
+            ("driver=raw", "file"),
+            ("driver=raw,sice=1,file.driver=memory,file.size=1M", "sice"),
+        ] {
+            let e = open(&graph, text).expect_err(named);
+            assert!(e.full_text().contains(named), "{}", e.full_text());
+        }
+        let raw = open(&graph, "driver=raw,read-only=on,file.driver=memory,file.size=1M")
+            .expect("it opens")
+            .top_node();
+        assert_eq!((raw.limits().size, raw.limits().read_only), (1 << 20, true));
+        let e = testing::block_on(graph.env(), |cx| async move {
+            cx.run(&*raw, Request::write(0, Buffers::alloc(1, 1))).await.expect_err("read-only")
+        });
+        assert_eq!(e.code, Code::ReadOnly);
     }
 }
