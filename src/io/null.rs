@@ -106,3 +106,48 @@ impl Node for NullNode {
         self
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::queue::virtual_env::virtual_env;
+    use crate::request::Buffers;
+    use crate::rt::{Clock, Instant};
+
+    fn open(text: &str) -> Arc<NullNode> {
+        NullNode::open(Options::parse(text).expect("options")).expect("it opens")
+    }
+
+    #[test]
+    fn requests_end_at_once_and_reads_leave_their_buffers_unless_zeros_are_asked_for() {
+        let (env, clock) = virtual_env(1);
+        for (text, byte) in [("", 7), ("read-zeroes=on", 0)] {
+            let node = open(text);
+            assert_eq!(node.limits().size, 1 << 30);
+            env.block_on(|cx| async move {
+                let bufs = Buffers::alloc(512, 8);
+                bufs.fill(7);
+                cx.run(&*node, Request::write(0, bufs.clone())).await.expect("dropped");
+                cx.run(&*node, Request::read(0, bufs.clone())).await.expect("read");
+                assert_eq!(bufs.to_vec(), [byte; 512]);
+            })
+            .expect("it may block");
+        }
+        assert_eq!(clock.now(), Instant(0));
+    }
+
+    #[test]
+    fn with_a_latency_each_request_takes_that_long() {
+        let (env, clock) = virtual_env(1);
+        let node = open("latency-ns=5000000,read-zeroes=on");
+        env.block_on(|cx| async move {
+            let bufs = Buffers::alloc(8, 8);
+            bufs.fill(7);
+            cx.run(&*node, Request::read(0, bufs.clone())).await.expect("read");
+            assert!(bufs.is_zero());
+            cx.run(&*node, Request::flush()).await.expect("flushed");
+        })
+        .expect("it may block");
+        assert_eq!(clock.now(), Instant(10_000_000));
+    }
+}
