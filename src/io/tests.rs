@@ -340,6 +340,21 @@ fn writes_of_zeros_become_zeroes_if_they_are_looked_for() {
 }
 
 #[test]
+fn a_file_without_data_is_known_to_be_zero_until_it_is_written() {
+    let s = setup(8192);
+    let node = s.open("threads", true, "");
+    testing::block_on(&s.env, |cx| async move {
+        assert!(node.limits().zero_init);
+        let range = ByteRange { offset: 0, len: 8192 };
+        cx.run(&*node, Request::write_zeroes(range, Flags::empty())).await.expect("zeroes change nothing");
+        assert!(node.limits().zero_init);
+        cx.run(&*node, Request::write(0, Buffers::alloc(1, 1))).await.expect("written");
+        assert!(!node.limits().zero_init);
+    });
+    assert!(!s.open("threads", false, ",locking=off").limits().zero_init, "it has data now");
+}
+
+#[test]
 fn a_new_file_has_its_size_and_a_failed_one_is_gone() {
     let folder = tempfile::tempdir_in("target").expect("a folder");
     let path = folder.path().join("image");

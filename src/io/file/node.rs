@@ -27,6 +27,8 @@ pub struct FileNode {
     /// Cleared when the file system answers that it cannot do it.
     can_zero: AtomicBool,
     can_punch: AtomicBool,
+    /// Nothing has been written since the file was found to be one hole.
+    untouched: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -41,6 +43,8 @@ pub(super) struct Info {
     pub(super) is_block: bool,
     /// What the page cache of the file reads and writes at once: a power of two.
     pub(super) page: u64,
+    /// Whether the file had no data when it was opened.
+    pub(super) is_hole: bool,
 }
 
 /// What becomes of writes whose data is all zeros.
@@ -59,6 +63,7 @@ impl FileNode {
         Self {
             aligner: Aligner::new(handle.clone(), info.size, info.page),
             handle,
+            untouched: AtomicBool::new(info.is_hole),
             info,
             can_zero: AtomicBool::new(true),
             can_punch: AtomicBool::new(true),
@@ -98,7 +103,10 @@ impl FileNode {
         }
         match req.op {
             Op::Read => self.aligner.read(cx, req).await,
-            Op::Write => self.aligner.write(cx, &req, durable).await,
+            Op::Write => {
+                self.touch();
+                self.aligner.write(cx, &req, durable).await
+            }
             Op::WriteZeroes => {
                 self.zero(cx, &req).await?;
                 self.sync_if(cx, durable, &req).await
@@ -108,6 +116,13 @@ impl FileNode {
                 self.sync_if(cx, durable, &req).await
             }
             Op::Flush => self.sync_if(cx, !self.info.no_flush, &req).await,
+        }
+    }
+
+    fn touch(&self) {
+        // The look first, so that writes do not all write the same cache line.
+        if self.untouched.load(Relaxed) {
+            self.untouched.store(false, Relaxed);
         }
     }
 
@@ -274,6 +289,7 @@ impl Node for FileNode {
             request_align: self.handle.offset_align() as u32,
             memory_align: self.handle.memory_align() as u32,
             discard_align: self.aligner.page() as u32,
+            zero_init: self.untouched.load(Relaxed),
             read_only: self.info.read_only,
             fast_zeroes: self.can_zero.load(Relaxed) || self.can_punch.load(Relaxed),
             ..Limits::plain(self.info.size)
@@ -290,7 +306,10 @@ impl Node for FileNode {
                 Plan::Io(self.op(FileOpKind::Read, req.range, false))
             }
             op if op.is_write() && self.info.read_only => Plan::Done(Err(IoError::read_only())),
-            Op::Write if !self.writes_zeros(req) => self.plan_write(req),
+            Op::Write if !self.writes_zeros(req) => {
+                self.touch();
+                self.plan_write(req)
+            }
             Op::Flush if self.info.no_flush => Plan::Done(Ok(())),
             Op::Flush => Plan::Io(self.op(FileOpKind::Sync, ByteRange { offset: 0, len: 0 }, false)),
             Op::Discard if !self.info.discard && !req.flags.contains(Flags::FUA) => Plan::Done(Ok(())),

@@ -146,6 +146,7 @@ impl FileNode {
         }
         let raw = file.as_raw_fd();
         let size = if is_block { sys::block_device_size(raw).map_err(at)? } else { meta.len() };
+        let is_hole = !is_block && matches!(sys::seek(raw, 0, false), Ok(None));
         let handle = if direct {
             let (offset_align, memory_align) = direct_alignment(raw, is_block);
             let tail = if size % u64::from(offset_align) != 0 && !read_only {
@@ -166,6 +167,7 @@ impl FileNode {
             detect_zeroes,
             is_block,
             page: cache_page(meta.blksize()),
+            is_hole,
         };
         Ok(Arc::new(Self::new(Arc::new(handle), info)))
     }
