@@ -437,3 +437,35 @@ fn qemu_io_writes_while_old_data_goes_to_the_target() {
     qmp.ok("quit", json!({}));
     daemon.assert_ends_cleanly();
 }
+
+#[test]
+fn a_target_that_fails_or_hangs_ends_the_job_and_not_the_guest() {
+    let (daemon, _) = daemon_with_targets(&["a"], 4 * MIB, 0);
+    let mut qmp = Qmp::connect(&daemon.qmp);
+    let mut client = Client::connect(&daemon.path("nbd"), "a");
+    let rules = json!([{"op": "write", "action": "error", "errno": "ENOSPC"}]);
+    qmp.ok("blockdev-add", json!({"driver": "fault", "node-name": "bad", "file": "a-t", "rules": rules}));
+    let backup = json!({"job-id": "b", "device": "a", "target": "bad", "sync": "full", "auto-dismiss": false,
+        "ram-cache": {"capacity": 2 * MIB}});
+    qmp.ok("blockdev-backup", backup.clone());
+    let end = qmp.event("BLOCK_JOB_COMPLETED");
+    assert!(end["data"]["error"].as_str().is_some_and(|e| e.contains("No space left")), "{end}");
+    assert_eq!(qmp.statuses_until("b", "concluded"), ["concluded"]);
+    assert!(qmp.job("b")["error"].is_string());
+    client.write(0, &[1; 4096]);
+    qmp.ok("job-dismiss", json!({"id": "b"}));
+    let hang = json!({"path": "bad", "property": "rules", "value": [{"op": "write", "action": "hang"}]});
+    qmp.ok("qom-set", hang);
+    qmp.ok("blockdev-backup", backup);
+    let hung = json!({"path": "bad", "property": "hung"});
+    while qmp.ok("qom-get", hung.clone()) == "0" {
+        assert_eq!(qmp.job("b")["status"], "running");
+    }
+    client.write(MIB as u64, &[2; 4096]);
+    qmp.ok("job-cancel", json!({"id": "b"}));
+    assert_eq!(qmp.event("BLOCK_JOB_CANCELLED")["data"]["device"], "b");
+    client.write(2 * MIB as u64, &[3; 4096]);
+    assert_eq!(client.read(MIB as u64, 4096), [2; 4096]);
+    qmp.ok("quit", json!({}));
+    daemon.assert_ends_cleanly();
+}

@@ -331,6 +331,22 @@ mod tests {
     }
 
     #[test]
+    fn live_properties_of_a_node_are_set_by_its_name() {
+        let x = objects();
+        let node =
+            json!({"driver": "throttle", "node-name": "t", "file": {"driver": "memory", "size": 4096}});
+        call(&x, "blockdev-add", node).expect("added");
+        let set = |key: &str, value: Value| {
+            call(&x, "qom-set", json!({"path": "t", "property": key, "value": value}))
+        };
+        set("limits.bps-write", json!(5000)).expect("set");
+        let get = json!({"path": "t", "property": "limits.bps-write"});
+        assert_eq!(call(&x, "qom-get", get), Ok(json!("5000")));
+        assert!(set("limits.nothing", json!(1)).is_err());
+        assert!(call(&x, "qom-get", json!({"path": "t", "property": "nothing"})).is_err());
+    }
+
+    #[test]
     fn a_job_that_does_not_exist_has_the_class_that_clients_look_for() {
         let x = objects();
         let e = call(&x, "block-job-cancel", json!({"device": "j", "force": true})).expect_err("no job");

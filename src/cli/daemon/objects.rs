@@ -287,9 +287,18 @@ impl Objects {
         self.graph().throttle_groups().remove(id)
     }
 
-    /// Changes limits of a throttle group: those that are named, the others stay.
+    /// Changes limits of a throttle group (those that are named, the others stay), or a live property of a node.
     pub(super) fn set_object(&self, path: &str, property: &str, value: Value) -> Tried<()> {
-        let group = self.group(path)?;
+        let group = match self.object(path)? {
+            Object::Group(group) => group,
+            Object::Node(node) => {
+                let text = match value {
+                    Value::String(text) => text,
+                    other => other.to_string(),
+                };
+                return Ok(node.base().set(property, &text)?);
+            }
+        };
         let changes = limits_of(property, value)?;
         let Value::Object(mut all) = group.limits().to_json() else { return Ok(()) };
         for (key, value) in changes {
@@ -308,9 +317,17 @@ impl Objects {
         Ok(())
     }
 
-    /// Reads the limits of a throttle group, or one of them.
+    /// Reads the limits of a throttle group, or one of them; or a property of a node, as text.
     pub(super) fn get_object(&self, path: &str, property: &str) -> Tried<Value> {
-        let limits = self.group(path)?.limits();
+        let limits = match self.object(path)? {
+            Object::Group(group) => group.limits(),
+            Object::Node(node) => {
+                let text = node.base().get(property).ok_or_else(|| {
+                    Failure::generic(format!("node '{path}' has no property '{}'", property.escape_debug()))
+                })?;
+                return Ok(text.into());
+            }
+        };
         let one = property.strip_prefix("limits.").or_else(|| property.strip_prefix("x-"));
         match (property, one) {
             ("limits", _) => Ok(limits.to_json()),
@@ -319,10 +336,14 @@ impl Objects {
         }
     }
 
-    fn group(&self, path: &str) -> Tried<Arc<ThrottleGroup>> {
+    /// What `/objects/ID`, `ID` or the name of a node stands for; objects come first.
+    fn object(&self, path: &str) -> Tried<Object> {
         let name = path.strip_prefix("/objects/").unwrap_or(path);
-        let found = self.graph().throttle_groups().find(name);
-        found.map_err(|_| Failure::new(Failure::NO_DEVICE, format!("there is no object '{path}'")))
+        if let Ok(group) = self.graph().throttle_groups().find(name) {
+            return Ok(Object::Group(group));
+        }
+        let node = self.graph().node(path).map(Object::Node);
+        node.map_err(|_| Failure::new(Failure::NO_DEVICE, format!("there is no object or node '{path}'")))
     }
 
     fn graph(&self) -> &Arc<Graph> {
@@ -342,6 +363,12 @@ impl Objects {
         });
         self.state.lock().left.append(&mut left);
     }
+}
+
+/// What has properties.
+enum Object {
+    Group(Arc<ThrottleGroup>),
+    Node(Arc<Vertex>),
 }
 
 /// What an NBD client sees of an export.
