@@ -47,8 +47,8 @@ const ARROWS: &[(&str, &str, &str)] = &[
     ("graph", "FOUNDATION WAIST queue filter format io", "the registry names every driver"),
     (
         "job",
-        "FOUNDATION WAIST queue graph filter context::Context",
-        "jobs put filters in and belong to a context",
+        "FOUNDATION WAIST queue graph filter context::Context io::file",
+        "jobs put filters in, belong to a context, and mark the target file as incomplete (S25)",
     ),
     ("vmstate", "FOUNDATION WAIST queue graph", ""),
     ("context", "FOUNDATION WAIST queue graph io job", "owns all of them"),
