@@ -108,13 +108,13 @@
 /* Everything acknowledged before is durable afterwards. */
 #define COBWEB_OP_FLUSH 5
 
-/* Fills an array of cobweb_extent (iov[0]); the result is their number. */
+/* Fills an array of cobweb_extent (`iov[0]`); the result is their number. */
 #define COBWEB_OP_BLOCK_STATUS 6
 
-/* Fills an array of cobweb_mapping (iov[0]); the result is their number. */
+/* Fills an array of cobweb_mapping (`iov[0]`); the result is their number. */
 #define COBWEB_OP_MAP 7
 
-/* Opens nodes from the option text in iov[0] and inserts the top one into the disk. */
+/* Opens nodes from the option text in `iov[0]` and inserts the top one into the disk. */
 #define COBWEB_OP_OPEN 8
 
 /* Reserved; answers -ENOTSUP. */

@@ -70,11 +70,11 @@ pub const COBWEB_OP_WRITE_ZEROES: u16 = 3;
 pub const COBWEB_OP_DISCARD: u16 = 4;
 /// Everything acknowledged before is durable afterwards.
 pub const COBWEB_OP_FLUSH: u16 = 5;
-/// Fills an array of cobweb_extent (iov[0]); the result is their number.
+/// Fills an array of cobweb_extent (`iov[0]`); the result is their number.
 pub const COBWEB_OP_BLOCK_STATUS: u16 = 6;
-/// Fills an array of cobweb_mapping (iov[0]); the result is their number.
+/// Fills an array of cobweb_mapping (`iov[0]`); the result is their number.
 pub const COBWEB_OP_MAP: u16 = 7;
-/// Opens nodes from the option text in iov[0] and inserts the top one into the disk.
+/// Opens nodes from the option text in `iov[0]` and inserts the top one into the disk.
 pub const COBWEB_OP_OPEN: u16 = 8;
 /// Reserved; answers -ENOTSUP.
 pub const COBWEB_OP_RESIZE: u16 = 9;

@@ -232,9 +232,10 @@ pub unsafe extern "C" fn cobweb_job_finalize(j: *mut cobweb_job, e: *mut cobweb_
 #[unsafe(no_mangle)]
 #[must_use]
 pub unsafe extern "C" fn cobweb_job_set_speed(j: *mut cobweb_job, bytes_per_s: u64) -> c_int {
-    // SAFETY: the caller's duty.
     boundary::call_int(std::ptr::null_mut(), || {
-        unsafe { Arc::<Job>::get(j) }?.set_speed(bytes_per_s).map(|()| 0)
+        // SAFETY: the caller's duty.
+        let job = unsafe { Arc::<Job>::get(j) }?;
+        job.set_speed(bytes_per_s).map(|()| 0)
     })
 }
 

@@ -66,7 +66,7 @@ fn rows() -> &'static [Row] {
             .flat_map(|d| {
                 d.props.props.iter().map(move |p| Row {
                     driver: d.name,
-                    states: u32::from(p.states.bits()),
+                    states: p.states.bits(),
                     name: c(p.name),
                     kind: c(p.ty.name()),
                     def: c(p.default),

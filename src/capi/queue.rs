@@ -6,7 +6,7 @@ use super::disk::DiskRef;
 use super::handle::Object;
 use super::status;
 use crate::context::Context;
-use crate::error::{Code, Error, IoError, IoResult, Result};
+use crate::error::{Code, IoError, IoResult, Result};
 use crate::graph::Disk;
 use crate::limits::REQUEST_LEN_MAX;
 use crate::options::Options;
@@ -159,7 +159,9 @@ pub unsafe extern "C" fn cobweb_reap(
 pub unsafe extern "C" fn cobweb_cancel(q: *mut cobweb_queue, user_data: u64) -> c_int {
     // SAFETY: the caller's duty.
     boundary::call_int(std::ptr::null_mut(), || {
-        Ok(unsafe { QueueRef::get(q) }?.queue.cancel(user_data) as i64)
+        // SAFETY: the caller's duty.
+        let queue = unsafe { QueueRef::get(q) }?;
+        Ok(queue.queue.cancel(user_data) as i64)
     })
 }
 
@@ -357,10 +359,8 @@ fn open_task(ctx: Arc<Context>, disk: Arc<Disk>, text: String) -> TaskOp {
             let opened = cx
                 .blocking(move || -> Result<()> {
                     let vertex = ctx.graph().open(Options::parse(&text)?)?;
-                    ctx.graph().insert(&disk, Some(vertex)).map_err(|e: Error| {
-                        ctx.env().log(0, "open", &e.full_text());
-                        e
-                    })
+                    let inserted = ctx.graph().insert(&disk, Some(vertex));
+                    inserted.inspect_err(|e| ctx.env().log(0, "open", &e.full_text()))
                 })
                 .await;
             match opened {

@@ -169,7 +169,7 @@ impl Workload {
                 }
                 out.latencies_ns.push(now.duration_since(slot.begun).as_nanos() as u64);
                 free.push(i);
-                if out.latencies_ns.len() % 512 == 0 {
+                if out.latencies_ns.len().is_multiple_of(512) {
                     progress(out.latencies_ns.len() as f64 / blocks as f64);
                 }
             }
