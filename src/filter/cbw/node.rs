@@ -79,8 +79,11 @@ impl CbwNode {
     /// behind it. The search goes on where the answer ends.
     pub fn needed_from(&self, offset: u64, max: u64) -> Option<ByteRange> {
         let p = &self.point;
-        let run = p.states.next_run(p.geo.granule_of(offset)..u64::MAX, StateSet::of(&[State::Needed]))?;
-        Some(p.geo.bytes(&(run.start..run.end.min(run.start + (max / self.granule()).max(1)))))
+        let needed = StateSet::of(&[State::Needed]);
+        let start = p.states.next_in(p.geo.granule_of(offset)..u64::MAX, needed)?;
+        // The run is looked at only as far as it is asked for: a disk may have millions of granules.
+        let end = start.saturating_add((max / self.granule()).max(1));
+        Some(p.geo.bytes(&p.states.next_run(start..end, needed)?))
     }
 
     /// The next bytes at or behind `offset` whose write to the target has failed after guests were released: [`CbwNode::copy`] of them, without

@@ -171,13 +171,20 @@ impl States {
 
     /// The first run of granules of `range` that are in a state of `set`.
     pub(super) fn next_run(&self, range: Range<u64>, set: StateSet) -> Option<Range<u64>> {
+        let end = range.end.min(self.count);
+        let at = self.next_in(range, set)?;
+        Some(at..at + self.run(at..end, |s| set.has(s.state())))
+    }
+
+    /// The first granule of `range` that is in a state of `set`.
+    pub(super) fn next_in(&self, range: Range<u64>, set: StateSet) -> Option<u64> {
         let (mut at, end) = (range.start, range.end.min(self.count));
         while at < end {
             let chunk_end = (((at >> CHUNK_LOG2) + 1) << CHUNK_LOG2).min(end);
             if self.chunks[(at >> CHUNK_LOG2) as usize].get().is_none() && !set.has(State::Needed) {
                 at = chunk_end;
             } else if set.has(self.get(at).state()) {
-                return Some(at..at + self.run(at..end, |s| set.has(s.state())));
+                return Some(at);
             } else {
                 at += 1;
             }
