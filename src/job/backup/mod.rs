@@ -143,6 +143,7 @@ impl Body for Backup {
 
     fn insert(&self) {
         if let Some(setup) = self.setup() {
+            setup.take_over_losses(&self.graph.env().runtime);
             self.place.push_filter(setup.filter.clone());
         }
     }
@@ -178,6 +179,7 @@ impl Body for Backup {
     fn release(&self, _cause: IoError) {
         if let Some(setup) = self.setup() {
             setup.cbw().end();
+            setup.abandon_cache();
         }
     }
 
@@ -194,6 +196,7 @@ impl Body for Backup {
                     &format!("job '{}': its filter was gone already", job.id()),
                 );
             }
+            setup.leave_losses();
             setup.cache.iter().for_each(|c| self.forget(c));
             if setup.mark.is_some() {
                 let theirs = setup.clone();
@@ -214,10 +217,12 @@ impl Body for Backup {
         Box::pin(async move {
             if let Some(setup) = self.setup() {
                 setup.cbw().end();
+                // Before the drain: a guest request may wait in the cache.
+                setup.abandon_cache();
                 self.keep(&setup);
                 self.graph.filter_drop_on(cx, &self.place, &setup.filter).await;
+                setup.leave_losses();
                 setup.cache.iter().for_each(|c| self.forget(c));
-                setup.abandon_cache();
                 job.flight.wait_empty().await;
                 setup.wait_quiet(cx).await;
             }

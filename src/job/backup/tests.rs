@@ -395,3 +395,52 @@ fn statistics_are_found_by_job_disk_and_node() {
     job.dismiss().expect("concluded");
     assert_eq!(context.query("jobs").expect("a list").as_array().map(Vec::len), Some(0));
 }
+
+#[test]
+fn with_a_ram_cache_the_guest_waits_for_the_source_only_and_the_backup_is_the_instant() {
+    let g = Guest::new(4 * MIB, &[(MIB, MIB)]);
+    let instant = g.s.bytes();
+    g.t.hold(Op::Write);
+    g.t.hold(Op::WriteZeroes);
+    let job = g.start("sync=full,max-workers=1,ram-cache.capacity=8M,ram-cache.node-name=c");
+    let writes: Vec<_> = (0..16).map(|n| g.write(2 * MIB + n * 128 * KIB, 4096, 1)).collect();
+    g.bench.until(|| writes.iter().all(|w| *w.lock() == Some(Ok(()))));
+    assert!(g.t.waiting() > 0, "the target has answered nothing yet");
+    assert!(g.bench.context.stats("c").is_some_and(|s| s.cache_used > 0), "the old data is in memory");
+    g.t.let_go();
+    assert_eq!(g.bench.wait(&job), Ok(()));
+    assert!(g.t.bytes() == instant);
+    assert_eq!(g.nodes(), ["s", "t"]);
+    assert_eq!(g.t.seen().last().map(|r| r.op), Some(Op::Flush));
+}
+
+#[test]
+fn a_cancel_with_data_in_the_cache_of_a_hung_target_is_bounded_and_frees_it() {
+    let g = Guest::new(8 * MIB, &[]);
+    g.t.hold(Op::Write);
+    let job = g.start("sync=none,ram-cache.capacity=2M,ram-cache.node-name=c");
+    // More than fits: the last ones wait for space.
+    let writes: Vec<_> = (0..64).map(|n| g.write(n * 64 * KIB, 4096, 1)).collect();
+    g.bench.until(|| g.bench.context.stats("c").is_some_and(|s| s.cache_waiters > 0));
+    let began = g.bench.now();
+    job.cancel().expect("running");
+    assert_eq!(g.bench.wait(&job).map_err(|e| e.code), Err(Code::Cancelled));
+    g.bench.until(|| writes.iter().all(|w| *w.lock() == Some(Ok(()))));
+    assert!(g.bench.now().since(began) < Duration::from_secs(1));
+    assert_eq!((g.filters(), g.nodes()), (0, vec!["s".to_owned(), "t".to_owned()]));
+    assert!(g.t.running() > 0, "the target still has not answered");
+    g.t.let_go();
+    g.bench.until(|| g.t.running() == 0);
+}
+
+#[test]
+fn a_target_that_goes_on_failing_breaks_the_snapshot_and_not_the_guest() {
+    let g = Guest::new(MIB, &[]);
+    g.t.fail(Op::Write, libc::EIO, usize::MAX);
+    let job = g.start("sync=none,ram-cache.capacity=8M,ram-cache.drain-delay-ms=1");
+    let write = g.write(0, 4096, 1);
+    assert_eq!(g.bench.wait(&job).map_err(|e| e.errno), Err(libc::EIO));
+    g.bench.until(|| *write.lock() == Some(Ok(())));
+    assert_eq!(job.report().map(|r| r.side), Some(Side::Target));
+    assert_eq!(g.nodes(), ["s", "t"]);
+}

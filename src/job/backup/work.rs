@@ -2,17 +2,24 @@
 
 use super::mark::Mark;
 use super::{broken, incomplete};
-use crate::error::{Code, IoResult};
+use crate::error::{Code, IoError, IoResult};
 use crate::events::Side;
 use crate::filter::cbw::CbwNode;
+use crate::filter::ram_cache::RamCache;
 use crate::job::copy::{Failure, Moved, Piece, Work};
 use crate::node::{ExtentFlags, Node, NodeFuture, Vertex};
 use crate::queue::Cx;
+use crate::report::{Action, Report};
 use crate::request::{Buffers, Class, Op};
+use crate::rt::Runtime;
 use crate::stats::{HistSnapshot, Stats};
 use crate::sync::{Arc, Mutex};
 use crate::units::{ByteRange, align_down, align_up};
 use event_listener::EventListener;
+use std::time::Duration;
+
+/// How often a cache that has been given up is looked at while its target does not answer.
+const QUIET_LOOK: Duration = Duration::from_millis(100);
 
 /// Longest piece of zeros: no payload, but a state per granule, which must not keep a worker for long.
 const ZERO_MAX: u64 = 256 << 20;
@@ -85,16 +92,53 @@ impl Setup {
         }
     }
 
-    /// The cache's content is not wanted any more (S29).
-    pub(super) fn abandon_cache(&self) {
-        if let Some(cache) = &self.cache {
-            cache.base().abandon();
+    /// The cache that old data goes to: the job's own, or one that the user has put above the target.
+    fn ram_cache(&self) -> Option<Arc<dyn Node>> {
+        let target = self.filter.base().children().into_iter().find(|(key, _)| *key == "target")?.1.node();
+        target.as_any().is::<RamCache>().then_some(target)
+    }
+
+    /// What the cache has to give up concerns the snapshot: its granules are lost, or it breaks (S28, S50).
+    pub(super) fn take_over_losses(&self, rt: &Runtime) {
+        let Some(node) = self.ram_cache() else { return };
+        let Some(cache) = node.as_any().downcast_ref::<RamCache>() else { return };
+        let (filter, rt, name) =
+            (Arc::downgrade(self.filter.base()), rt.clone(), self.filter.name().to_owned());
+        cache.on_lost(Some(Arc::new(move |range, error| {
+            let Some(filter) = filter.upgrade() else { return };
+            let Some(cbw) = filter.as_any().downcast_ref::<CbwNode>() else { return };
+            let action = if cbw.loses_ranges() { Action::RangeLost } else { Action::SnapshotBroken };
+            let report = Report::new(&rt, error, Side::Target, Op::Write, range);
+            cbw.target_failed(range, report.on_node(name.as_str()).action(action));
+        })));
+    }
+
+    /// The end of [`Setup::take_over_losses`].
+    pub(super) fn leave_losses(&self) {
+        if let Some(node) = self.ram_cache()
+            && let Some(cache) = node.as_any().downcast_ref::<RamCache>()
+        {
+            cache.on_lost(None);
         }
+    }
+
+    /// The content of the job's cache is not wanted any more: waiters go, memory goes as its I/O ends (S29).
+    pub(super) fn abandon_cache(&self) {
+        if let Some(cache) = self.own_cache() {
+            cache.abandon(IoError::cancelled());
+        }
+    }
+
+    fn own_cache(&self) -> Option<&RamCache> {
+        self.cache.as_ref()?.base().as_any().downcast_ref()
     }
 
     /// Waits until nothing that was begun here is in flight to the target.
     pub(super) async fn wait_quiet(&self, cx: &Cx) {
         self.cbw().quiet(cx, None).await;
+        while self.own_cache().is_some_and(|c| !c.is_empty()) {
+            cx.sleep_until(cx.now().after(QUIET_LOOK)).await;
+        }
     }
 
     /// Counters of the filter and of its cache.
