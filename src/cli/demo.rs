@@ -132,6 +132,8 @@ struct Demo<'a> {
     args: &'a Args,
     ctx: Arc<Context>,
     source: File,
+    /// One target for all rounds, its space allocated: freeing and allocating space beside the measurement would be measured with it.
+    target: File,
     disk: Arc<Disk>,
     direct: bool,
     bar: ProgressBar,
@@ -148,6 +150,8 @@ impl<'a> Demo<'a> {
         let source = unlinked_file(&args.dir, args.size)?;
         bar.set_message("making a disk of real data");
         fill(&source, args.size, &bar)?;
+        let target = unlinked_file(&args.dir, args.size)?;
+        fill(&target, args.size, &bar)?;
         let direct = supports_direct(&source);
         if !direct && !args.json {
             eprintln!(
@@ -158,7 +162,7 @@ impl<'a> Demo<'a> {
         let node = ctx.graph().open(file_options("source", &source, direct, None)?)?;
         let disk = ctx.graph().add_disk("vda")?;
         ctx.graph().insert(&disk, Some(node))?;
-        Ok(Self { args, ctx, source, disk, direct, bar, stamp: 0 })
+        Ok(Self { args, ctx, source, target, disk, direct, bar, stamp: 0 })
     }
 
     fn measure(
@@ -227,7 +231,7 @@ impl<'a> Demo<'a> {
 
     /// A backup that copies nothing by itself yet: what is measured is the cost of copy-before-write.
     fn start_backup(&self, ram_cache: Option<u64>) -> Result<(Arc<Job>, File)> {
-        let target = unlinked_file(&self.args.dir, self.args.size)?;
+        let target = self.target.try_clone().map_err(|e| Error::os(e, "cannot use the target file"))?;
         self.ctx.graph().open(file_options("target", &target, self.direct, Some(self.args.target_speed))?)?;
         let mut text = format!(
             "device=vda,target=target,job-id=backup,sync=full,auto-dismiss=off,granularity={}",
@@ -287,11 +291,11 @@ fn file_options(name: &str, file: &File, direct: bool, write_speed: Option<u64>)
     let fd = file.as_raw_fd();
     match write_speed {
         None => Options::parse(&format!(
-            "driver=raw,node-name={name},file.driver=file,file.fd={fd},file.cache.direct={cache}"
+            "driver=raw,node-name={name},file.driver=file,file.fd={fd},file.cache.direct={cache},file.locking=off"
         )),
         Some(speed) => Options::parse(&format!(
             "driver=raw,node-name={name},file.driver=throttle,file.limits.bps-write={speed},\
-             file.file.driver=file,file.file.fd={fd},file.file.cache.direct={cache}"
+             file.file.driver=file,file.file.fd={fd},file.file.cache.direct={cache},file.file.locking=off"
         )),
     }
 }
