@@ -4,13 +4,15 @@ use crate::error::{IoError, IoResult};
 use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Permit, Plan, Reservation};
 use crate::queue::{Cx, Env, IoCell};
 use crate::request::{Buffers, Class, Flags, Op, ReqRef, Request};
-use crate::rt::{Clock, Instant};
+use crate::rt::real::SplitMix;
+use crate::rt::{Clock, Instant, Rng};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use crate::sync::{Arc, Mutex};
 use crate::units::ByteRange;
 use std::any::Any;
 use std::future::Future;
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 /// A request as it arrived.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -215,6 +217,8 @@ pub(crate) struct Held {
     limits: Mutex<Limits>,
     driver: Mutex<&'static str>,
     space: Arc<Space>,
+    /// Longest delay of a call, and the source of delays.
+    delay: Mutex<Option<(Duration, SplitMix)>>,
 }
 
 /// The space of a [`Held`] node: there is enough, or none, or so much at a time.
@@ -279,6 +283,7 @@ impl Held {
             waiting: Mutex::default(),
             driver: Mutex::new("held"),
             space: Arc::default(),
+            delay: Mutex::default(),
         })
     }
 
@@ -333,6 +338,11 @@ impl Held {
         *self.limits.lock() = limits;
     }
 
+    /// From now on every call takes a random time of at most `max`.
+    pub(crate) fn set_delay(&self, max: Duration, seed: u64) {
+        *self.delay.lock() = Some((max, SplitMix::new(seed)));
+    }
+
     /// Whether reservations wait.
     pub(crate) fn set_full(&self, full: bool) {
         self.space.full.store(full, SeqCst);
@@ -355,8 +365,12 @@ impl Held {
     }
 
     /// Waits at the gate if the call is held; its verdict.
-    async fn admit(&self, call: Call, range: ByteRange) -> IoResult {
+    async fn admit(&self, cx: &Cx, call: Call, range: ByteRange) -> IoResult {
         self.journal.0.lock().push(Line { node: self.name, call, range, ended: false });
+        let delay = self.delay.lock().as_ref().map(|(max, rng)| rng.next() % (max.as_nanos() as u64 + 1));
+        if let Some(delay) = delay {
+            cx.sleep(Duration::from_nanos(delay)).await?;
+        }
         let fault = self.fault.lock().as_ref().filter(|(choice, _)| choice(call, range)).map(|(_, f)| *f);
         match fault {
             Some(Fault::Fail(error)) => return Err(error),
@@ -411,10 +425,10 @@ impl Node for HeldNode {
         Box::pin(async move {
             if panics {
                 // In the caller's task, as a bug in a node would.
-                held.admit(call, range).await?;
+                held.admit(cx, call, range).await?;
             }
             cx.spawn(async move {
-                let mut result = held.admit(call, range).await;
+                let mut result = held.admit(&own, call, range).await;
                 if result.is_ok() {
                     result = own.run(&*held.inner, req).await;
                 }
@@ -445,7 +459,7 @@ impl Node for HeldNode {
     fn block_status<'a>(&'a self, cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         Box::pin(async move {
             // What the status is is told when the call is let go, like a read.
-            self.0.admit(Call::Status, range).await?;
+            self.0.admit(cx, Call::Status, range).await?;
             let extent = self.0.inner.block_status(cx, range).await;
             self.0.end(Call::Status, range);
             extent

@@ -47,6 +47,8 @@ mod copy;
 mod fence;
 mod geometry;
 mod guest;
+#[cfg(test)]
+mod model_tests;
 mod node;
 mod options;
 #[cfg(test)]
