@@ -57,6 +57,7 @@ pub static DRIVERS: &[Driver] = &[
 pub fn find_driver(name: &str) -> Option<&'static Driver> {
     let name = match name {
         "host_device" => "file",
+        "null-aio" => "null-co",
         other => other,
     };
     DRIVERS.iter().find(|d| d.name == name)

@@ -106,7 +106,9 @@ fn hundreds_of_operations_pass_through_rings_of_depth_one_and_two() {
                         bufs.fill(byte);
                         model[at..at + BLOCK].fill(byte);
                     }
-                    let (op, cell) = op(&handle, kind, at as u64, &bufs);
+                    let (mut op, cell) = op(&handle, kind, at as u64, &bufs);
+                    op.class = [Class::Guest, Class::Copy, Class::Background, Class::Lazy][i % 4];
+                    op.op.dsync = kind == FileOpKind::Write && i % 8 == 0;
                     engine.push(op);
                     waiting.push((cell, bufs, at));
                 }

@@ -260,6 +260,19 @@ fn attribute_name(name: &str) -> std::io::Result<CString> {
 pub(in crate::io) fn is_readable(fd: RawFd, timeout: Duration) -> bool {
     let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let ms = c_int::try_from(timeout.as_millis()).unwrap_or(c_int::MAX);
-    // SAFETY: one pollfd.
-    unsafe { libc::poll(&raw mut p, 1, ms) == 1 }
+    loop {
+        // SAFETY: one pollfd.
+        let n = unsafe { libc::poll(&raw mut p, 1, ms) };
+        if n >= 0 || std::io::Error::last_os_error().kind() != std::io::ErrorKind::Interrupted {
+            return n == 1;
+        }
+    }
+}
+
+/// I/O priority of this thread, as the kernel has it.
+#[cfg(test)]
+pub(in crate::io) fn io_priority() -> u16 {
+    const WHO_PROCESS: c_int = 1;
+    // SAFETY: no pointers; 0 means the calling thread.
+    unsafe { libc::syscall(libc::SYS_ioprio_get, WHO_PROCESS, 0) as u16 }
 }

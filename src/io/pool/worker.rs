@@ -134,6 +134,8 @@ impl fmt::Debug for Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::io::io_priority;
+    use crate::request::Class;
     use crate::rt::real;
     use crate::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::Barrier;
@@ -176,6 +178,21 @@ mod tests {
         assert_eq!(shared.state.lock().threads, 0);
         // The threads have given up their share, so they are really gone.
         assert_eq!(Arc::strong_count(&shared), 1);
+    }
+
+    #[test]
+    fn a_job_runs_at_its_own_priority_whatever_its_thread_did_before() {
+        let pool = Pool::new(&real::runtime());
+        let (tell, told) = std::sync::mpsc::channel();
+        let normal = sys::io_priority();
+        for priority in
+            [0, io_priority(Class::Lazy), 0, io_priority(Class::Background), io_priority(Class::Lazy), 0]
+        {
+            let tell = tell.clone();
+            pool.run_at(priority, Box::new(move || tell.send(sys::io_priority()).expect("heard")));
+            let seen = told.recv().expect("it runs");
+            assert_eq!(seen, if priority == 0 { normal } else { priority });
+        }
     }
 
     #[test]

@@ -2,13 +2,14 @@
 
 use super::UringEngine;
 use crate::io::engine_tests::{file, finish, handle, op, result};
-use crate::io::file::{Aio, FileHandle};
+use crate::io::file::{Aio, FileHandle, sys};
 use crate::io::{Engine, FileOpKind, uring_allowed};
 use crate::request::Buffers;
 use crate::sync::Arc;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 fn engine(depth: u32) -> Option<UringEngine> {
     if !uring_allowed() {
@@ -72,6 +73,26 @@ fn operations_outlive_the_thread_that_handed_them_over() {
     finish(&mut engine, 1);
     assert_eq!(result(&cell), Some(Ok(())));
     assert_eq!(bufs.to_vec(), b"abcd");
+}
+
+#[test]
+fn a_wake_reaches_an_engine_whose_driver_has_gone() {
+    let Some(mut engine) = engine(2) else { return };
+    let fd = engine.event_fd().expect("an eventfd");
+    // The read of the wake counter is made by a thread that then ends.
+    std::thread::scope(|scope| scope.spawn(|| engine.kick()).join().expect("it ends"));
+    for _ in 0..3 {
+        engine.notify().wake();
+        assert!(sys::is_readable(fd, Duration::from_secs(20)), "the host is told");
+        engine.wait(None);
+        while sys::is_readable(fd, Duration::ZERO) {
+            let mut out = Vec::new();
+            engine.clear_event();
+            engine.reap(&mut out);
+            engine.kick();
+            assert!(out.is_empty());
+        }
+    }
 }
 
 #[test]
