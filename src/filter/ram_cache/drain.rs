@@ -322,7 +322,7 @@ impl Store {
         let action = if give_up { Action::RangeLost } else { Action::Retried };
         self.report(error, side, if side == Side::Spill { Op::Read } else { Op::Write }, run.range, action);
         self.counters.retries.fetch_add(u64::from(!give_up), Relaxed);
-        self.edit(0, |work, garbage| {
+        let lost = self.edit(0, |work, garbage| {
             work.busy -= 1;
             work.streak = work.streak.saturating_add(1);
             if work.streak >= STREAK {
@@ -333,16 +333,13 @@ impl Store {
                 work.failures += 1;
             }
             if give_up {
-                work.index.drain_lost(&run, error, garbage);
-            } else {
-                work.index.drain_failed(&run, now.after(pause(run.tries)));
+                return work.index.drain_lost(&run, error, garbage);
             }
+            work.index.drain_failed(&run, now.after(pause(run.tries)));
+            Vec::new()
         });
-        let range = run.range;
         drop(run);
-        if give_up {
-            self.tell_lost(range, error);
-        }
+        lost.into_iter().for_each(|range| self.tell_lost(range, error));
         self.moved.notify(usize::MAX);
     }
 
@@ -350,10 +347,13 @@ impl Store {
     /// is then still here, or lost.
     pub(super) async fn drain_all(self: &Arc<Self>, cx: &Cx) -> IoResult {
         let hurry = self.hurry();
-        let failures = self.work.lock().failures;
+        let (failures, era) = {
+            let work = self.work.lock();
+            (work.failures, work.era)
+        };
         let result = self
             .wait_until(cx, |work| {
-                if let Some(e) = work.broken {
+                if let Some(e) = work.ended(era) {
                     return Some(Err(e));
                 }
                 if work.index.is_clean() && work.index.is_quiet() && work.workers == 0 && work.spillers == 0 {

@@ -31,17 +31,17 @@ struct DirectGuard {
 impl Store {
     /// Carries out a flush.
     pub(super) async fn flush(self: &Arc<Self>, cx: &Cx, class: Class) -> IoResult {
-        let (begun, failures) = {
+        let (begun, failures, era) = {
             let mut work = self.work.lock();
             if let Some(e) = work.broken {
                 return Err(e);
             }
-            (work.index.begin_flush(), work.failures)
+            (work.index.begin_flush(), work.failures, work.era)
         };
         if let Some(epoch) = begun {
             self.kick();
             self.wait_until(cx, |work| {
-                if let Some(e) = work.broken {
+                if let Some(e) = work.ended(era) {
                     return Some(Err(e));
                 }
                 if work.index.is_flushed(epoch) {
@@ -65,9 +65,10 @@ impl Store {
     /// Carries out a request straight on the file.
     pub(super) async fn direct(self: &Arc<Self>, cx: &Cx, req: Request) -> IoResult {
         let range = req.range;
+        let era = self.work.lock().era;
         let direct = loop {
             let moved = self.moved.listen();
-            let (direct, hurry) = self.begin_direct(range)?;
+            let (direct, hurry) = self.begin_direct(range, era)?;
             if let Some(direct) = direct {
                 break direct;
             }
@@ -88,11 +89,12 @@ impl Store {
             },
         );
         self.moved.notify(usize::MAX);
+        let era = self.work.lock().era;
         let direct = loop {
             let moved = self.moved.listen();
             let begun = {
                 let mut work = self.work.lock();
-                if let Some(e) = work.broken {
+                if let Some(e) = work.ended(era) {
                     return Err(e);
                 }
                 work.index.begin_direct(range)
@@ -107,12 +109,12 @@ impl Store {
     }
 
     /// Begins a direct write, with the memory that its end may need; otherwise says whether it is memory that is missing.
-    fn begin_direct(&self, range: ByteRange) -> IoResult<(Option<Direct>, bool)> {
+    fn begin_direct(&self, range: ByteRange, era: u64) -> IoResult<(Option<Direct>, bool)> {
         // Its end removes older pieces, which may cut one in two.
         let paid = self.account.space.force(PIECE_COST);
         let direct = {
             let mut work = self.work.lock();
-            match work.broken {
+            match work.ended(era) {
                 Some(e) => Err(e),
                 None if paid => Ok(work.index.begin_direct(range)),
                 None => Ok(None),

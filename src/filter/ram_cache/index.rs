@@ -408,17 +408,20 @@ impl Index {
         self.remove_drain(run);
     }
 
-    /// Ends a drain whose data is given up: the versions it was to write are lost.
-    pub(super) fn drain_lost(&mut self, run: &Run, error: IoError, garbage: &mut Garbage) {
+    /// Ends a drain whose data is given up: the versions it was to write are lost, where they are still the newest. Returns what that is.
+    pub(super) fn drain_lost(&mut self, run: &Run, error: IoError, garbage: &mut Garbage) -> Vec<ByteRange> {
+        let mut lost = Vec::new();
         for at in self.marked(run.range, State::Draining(run.id)) {
             let mut piece = self.remove(at);
             garbage.push(std::mem::replace(&mut piece.data, Data::Lost(error)));
             piece.state = State::Idle;
+            lost.push(ByteRange { offset: at, len: piece.len });
             self.add(at, piece);
         }
         self.hand_on(run);
         self.remove_drain(run);
         self.join_lost(run.range);
+        lost
     }
 
     /// Searches backwards for pieces in RAM to move to the spill file: those whose turn to be drained comes last. At most `bytes_max`

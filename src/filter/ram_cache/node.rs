@@ -108,10 +108,10 @@ impl RamCache {
     }
 
     /// Throws everything away at once and refuses everything from now on with `error`; the first call counts. Never waits: buffers of
-    /// writes under way are freed when those end (S29, S35). Waiters are let go.
-    pub fn abandon(&self, error: IoError) {
+    /// writes under way are freed when those end (S29, S35). Waiters are let go. [`Node::abandon`] does the same, but the cache can be used again.
+    pub fn close(&self, error: IoError) {
         if let Some(store) = self.store() {
-            store.abandon(error);
+            store.close(error);
         }
     }
 
@@ -245,6 +245,12 @@ impl Node for RamCache {
         }
     }
 
+    fn abandon(&self) {
+        if let Some(store) = self.store() {
+            store.abandon();
+        }
+    }
+
     fn set(&self, key: &str, value: &str) -> Result<()> {
         match self.store() {
             Some(store) => {
@@ -322,7 +328,7 @@ impl Drop for RamCache {
             let text = format!("{}: closed without having been settled, data is lost", store.name);
             store.env.log(0, "ram-cache", &text);
         }
-        store.abandon(IoError::new(libc::ECANCELED, Code::Cancelled));
+        store.close(IoError::new(libc::ECANCELED, Code::Cancelled));
     }
 }
 

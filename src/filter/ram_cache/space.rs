@@ -234,8 +234,13 @@ impl Space {
 
     /// Ends the wait of everybody in line, and of all who come later, with `error`.
     pub(super) fn break_with(&self, error: IoError) {
+        self.state.lock().broken.get_or_insert(error);
+        self.fail_line(error);
+    }
+
+    /// Ends the wait of everybody in line with `error`.
+    pub(super) fn fail_line(&self, error: IoError) {
         let mut s = self.state.lock();
-        s.broken.get_or_insert(error);
         let mut wakers = Wakers::new();
         while let Some(key) = s.line.pop_front() {
             let ticket = &mut s.tickets[key];

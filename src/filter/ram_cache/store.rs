@@ -7,7 +7,7 @@ use super::meter::Meter;
 use super::reserve::{Account, Charge, booking, cost, take_credit};
 use super::space::{Level, Space};
 use super::spill::SpillFile;
-use crate::error::{IoError, IoResult, Result};
+use crate::error::{Code, IoError, IoResult, Result};
 use crate::events::{Event as HostEvent, EventKind, Side};
 use crate::limits::BATCH_LEN;
 use crate::node::Edge;
@@ -26,6 +26,8 @@ use std::fmt;
 
 /// Largest unit in which drain joins neighbours.
 const WINDOW_MAX: u64 = 16 << 20;
+/// What those get who waited when everything was thrown away.
+pub(super) const ABANDONED: IoError = IoError::new(libc::EIO, Code::SnapshotBroken);
 /// Least time between two overflow events of one kind.
 const EVENT_EVERY_NS: u64 = 100_000_000;
 
@@ -76,8 +78,10 @@ pub(super) struct Work {
     pub(super) asleep: bool,
     /// Spill tasks.
     pub(super) spillers: usize,
-    /// Set by `abandon`: the cache is empty and refuses everything.
+    /// The cache is closed: empty, and it refuses everything.
     pub(super) broken: Option<IoError>,
+    /// How many times everything has been thrown away: whoever waited across that gets an error.
+    pub(super) era: u64,
     /// Drains that have failed one after the other, and until when none is begun.
     pub(super) streak: u32,
     pub(super) hold_until: Instant,
@@ -96,6 +100,11 @@ pub(super) struct Counters {
 }
 
 impl Work {
+    /// Why a request that began in `era` has nothing to wait for any more.
+    pub(super) fn ended(&self, era: u64) -> Option<IoError> {
+        self.broken.or((self.era != era).then_some(ABANDONED))
+    }
+
     /// Whether there may be work and nobody looks for it.
     pub(super) fn needs_worker(&self, workers_max: usize) -> bool {
         self.workers == self.busy
@@ -299,7 +308,7 @@ impl Store {
             HostEvent {
                 value: u64::from(side as u32),
                 side,
-                code: if breaks { error.code } else { crate::error::Code::None },
+                code: if breaks { error.code } else { Code::None },
                 errno: if breaks { error.errno } else { 0 },
                 ..HostEvent::new(EventKind::Overflow, self.name.as_str())
             },
@@ -320,12 +329,24 @@ impl Store {
         self.env.events.post(HostEvent { time_ns: now.0, ..event });
     }
 
-    /// Throws everything away at once and refuses everything from now on (S29, S35). Buffers of writes under way are freed when those end.
-    pub(super) fn abandon(&self, error: IoError) {
-        let error = *self.work.lock().broken.get_or_insert(error);
+    /// Throws everything away at once and lets everybody go who waits (S29, S35). Buffers of writes under way are freed when those end.
+    pub(super) fn abandon(&self) {
+        self.work.lock().era += 1;
         // Before anything is freed: nobody in line is to get it.
+        self.account.space.fail_line(ABANDONED);
+        self.through.space.fail_line(ABANDONED);
+        self.clear();
+    }
+
+    /// [`Store::abandon`] for good: everything from now on is refused with `error`.
+    pub(super) fn close(&self, error: IoError) {
+        let error = *self.work.lock().broken.get_or_insert(error);
         self.account.space.break_with(error);
         self.through.space.break_with(error);
+        self.clear();
+    }
+
+    fn clear(&self) {
         let mut garbage = Vec::new();
         self.edit(0, |work, _| work.index.clear(&mut garbage));
         drop(garbage);

@@ -125,7 +125,7 @@ impl Setup {
     /// The content of the job's cache is not wanted any more: waiters go, memory goes as its I/O ends (S29).
     pub(super) fn abandon_cache(&self) {
         if let Some(cache) = self.own_cache() {
-            cache.abandon(IoError::cancelled());
+            cache.close(IoError::cancelled());
         }
     }
 

@@ -248,7 +248,7 @@ fn settling_drains_what_comes_meanwhile_too() {
 }
 
 #[test]
-fn abandoning_lets_everybody_go_and_frees_buffers_as_their_writes_end() {
+fn closing_lets_everybody_go_and_frees_buffers_as_their_writes_end() {
     let (w, below) = (World::new(), Below::new(64 * M));
     let cache = w.cache(&below, CacheOptions { drain_workers: 2, ..small() });
     below.hold(Op::Write);
@@ -263,7 +263,7 @@ fn abandoning_lets_everybody_go_and_frees_buffers_as_their_writes_end() {
     assert!(flush.now().is_none());
 
     let gone = IoError::new(libc::ECANCELED, Code::Cancelled);
-    cache.abandon(gone);
+    cache.close(gone);
     w.run();
     for place in &line {
         assert_eq!(place.lock().take().map(|r| r.map(drop)), Some(Err(gone)));
@@ -280,4 +280,40 @@ fn abandoning_lets_everybody_go_and_frees_buffers_as_their_writes_end() {
     w.run();
     assert_eq!(cache.get("used").as_deref(), Some("0"));
     assert!(w.is_idle());
+}
+
+#[test]
+fn what_is_abandoned_is_gone_and_the_cache_can_be_used_again() {
+    let (w, below) = (World::new(), Below::new(64 * M));
+    let cache = w.cache(&below, CacheOptions { drain_workers: 1, ..small() });
+    below.hold(Op::Write);
+    for i in 0..7 {
+        w.write_moved(&cache, i * 2 * M, M, 1);
+    }
+    let line = w.reserve(&cache, M);
+    let under_way = below.ranges(Op::Write)[0].offset;
+    let (cx, node) = (w.cx.clone(), cache.clone());
+    let settle = w.spawn(async move { node.settle(&cx).await });
+    let flush = w.start(&cache, Request::flush());
+    let through = w.start(&cache, Request::write(under_way, bytes(2, M)).flags(Flags::FUA));
+    w.run();
+    assert_eq!(cache.get("waiters").as_deref(), Some("1"));
+    assert!(settle.now().is_none() && flush.now().is_none() && through.now().is_none());
+    assert_eq!(below.waiting(), 1);
+
+    Node::abandon(&*cache);
+    w.run();
+    let gone = IoError::new(libc::EIO, Code::SnapshotBroken);
+    assert_eq!(line.lock().take().map(|r| r.map(drop)), Some(Err(gone)));
+    for waited in [settle.now(), flush.now(), through.now()] {
+        assert_eq!(waited, Some(Err(gone)));
+    }
+    assert_eq!(w.read(&cache, 12 * M, K), Ok(vec![0xEE; 1024]), "as the file has it");
+    w.write_moved(&cache, 12 * M, M, 9);
+    below.fail(Op::Write, range(under_way, M), 1, libc::EIO);
+    below.release(Op::Write);
+    assert_eq!(w.settle(&cache), Ok(()));
+    assert_eq!(below.bytes(12 * M, M), vec![9; 1 << 20]);
+    assert_eq!(below.ranges(Op::Write).len(), 2, "what failed after it was abandoned is not tried again");
+    assert!(w.is_idle() && cache.get("used").as_deref() == Some("0"));
 }
