@@ -6,4 +6,5 @@ mod memory;
 mod open;
 mod order;
 mod overflow;
+mod stress;
 mod twin;
