@@ -1,13 +1,23 @@
 //! cobweb: an embeddable block-storage engine for virtual machines.
 //!
 //! Top to bottom: [`graph`] (disks, nodes by name, drained changes) and [`queue`] (submission, executor, completions) stand on the waist,
-//! [`node`] and [`request`]; [`inflight`] orders requests; [`io`] carries operations out. What only `inflight` needs compiles under
-//! `--cfg cobweb_loom`; the rest is left out there.
+//! [`node`] and [`request`]; [`inflight`] orders requests; [`io`] carries operations out. What only `inflight` and the fence of the
+//! copy-before-write filter need compiles under `--cfg cobweb_loom`; the rest is left out there.
 
 pub mod error;
 pub mod inflight;
 pub mod sync;
 pub mod units;
+
+/// The protocol core of the copy-before-write filter, for loom; otherwise it is part of `filter`.
+#[cfg(cobweb_loom)]
+#[path = "filter/cbw"]
+mod cbw {
+    mod fence;
+    #[cfg(test)]
+    mod loom_tests;
+    mod state;
+}
 
 #[cfg(all(feature = "capi", not(cobweb_loom)))]
 pub mod capi;

@@ -1,10 +1,9 @@
 //! The view of the instant: reads, status, release, and the node `snapshot-access`.
 
 use super::fence::{is_overtaken, may_read_source};
-use super::geometry::Granules;
 use super::node::CbwNode;
 use super::point::Point;
-use super::state::{State, StateSet};
+use super::state::{Granules, State, StateSet};
 use crate::error::{Code, Error, IoError, IoResult, Result};
 use crate::graph::OpenCx;
 use crate::limits::BATCH_LEN;

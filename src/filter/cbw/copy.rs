@@ -1,10 +1,9 @@
 //! Old data from the source to the target.
 
-use super::geometry::Granules;
 use super::options::{LossScope, OnCbwError};
 use super::point::{Copying, Point};
 use super::policy::Failure;
-use super::state::{State, StateSet};
+use super::state::{Granules, State, StateSet};
 use super::transit::Transit;
 use crate::error::{IoError, IoResult};
 use crate::events::Side;

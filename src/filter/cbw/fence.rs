@@ -17,8 +17,9 @@
 //! snapshot is over, and the reader, who looks again after its read, drops what it has read. A mark set in the regular way is
 //! never seen by a reader that is still registered, because its setter waited for it.
 
-use super::geometry::Granules;
-use super::state::{State, States};
+#![cfg_attr(cobweb_loom, allow(dead_code))]
+
+use super::state::{Granules, State, States};
 use crate::inflight::{Config, Entry, InflightList, Kind};
 use crate::sync::Arc;
 use crate::units::ByteRange;

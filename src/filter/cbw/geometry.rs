@@ -2,13 +2,10 @@
 //!
 //! Pure. A granule is a number; the last one of a disk may be short (S37).
 
+use super::state::Granules;
 use crate::error::{Error, Result};
 use crate::limits::{BATCH_LEN, GRANULE_MAX, GRANULE_MIN};
 use crate::units::ByteRange;
-use std::ops::Range;
-
-/// Numbers of granules.
-pub(super) type Granules = Range<u64>;
 
 /// Default of the guest-facing granule, in bytes.
 pub(super) const GRANULE_DEFAULT: u64 = 64 << 10;

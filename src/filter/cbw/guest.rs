@@ -2,11 +2,10 @@
 
 use super::copy::{Claim, Running};
 use super::fence::mark;
-use super::geometry::Granules;
 use super::options::DiscardPolicy;
 use super::point::{Point, Waited};
 use super::policy::Failure;
-use super::state::{HELD, State};
+use super::state::{Granules, HELD, State};
 use crate::error::{IoError, IoResult};
 use crate::limits::BATCH_LEN;
 use crate::node::Reservation;

@@ -2,10 +2,10 @@
 
 use super::copy::{CopyError, CopyOutcome};
 use super::fence::mark;
-use super::geometry::{Geometry, Granules};
+use super::geometry::Geometry;
 use super::options::{CBW_PROPS, CbwOptions};
 use super::point::Point;
-use super::state::{HELD, KEPT, State, StateSet};
+use super::state::{Granules, HELD, KEPT, State, StateSet};
 use crate::error::{Error, IoResult, Result};
 use crate::graph::OpenCx;
 use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};

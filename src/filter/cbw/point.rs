@@ -1,11 +1,11 @@
 //! The instant: everything the parts of the filter share.
 
 use super::fence::Fence;
-use super::geometry::{Geometry, Granules};
+use super::geometry::Geometry;
 use super::options::{CbwOptions, Live, LossScope, OnCbwError};
 use super::policy::{Failure, Verdict, decide};
 use super::readahead::Detector;
-use super::state::{HELD, State, StateSet, States};
+use super::state::{Granules, HELD, State, StateSet, States};
 use super::stats::Counters;
 use super::transit::Transits;
 use crate::error::{Code, IoError, IoResult};

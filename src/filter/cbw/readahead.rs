@@ -4,9 +4,9 @@
 //! marked, so a stream that runs behind its read-ahead is still seen, granule by granule, without waiting for anything.
 
 use super::copy::Claim;
-use super::geometry::{Geometry, Granules};
+use super::geometry::Geometry;
 use super::point::Point;
-use super::state::{State, StateSet};
+use super::state::{Granules, State, StateSet};
 use crate::queue::Cx;
 use crate::request::Class;
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

@@ -15,10 +15,15 @@
 //! The *clear* mark (S71) says: the granule has left NEEDED and READING for good, and every read that was registered at the source before
 //! has ended (or was told to choose again, S34). It is the only thing the fast path looks at.
 
+#![cfg_attr(cobweb_loom, allow(dead_code))]
+
 use crate::sync::atomic::AtomicU8;
 use crate::sync::atomic::Ordering::{AcqRel, Acquire};
 use once_cell::sync::OnceCell;
 use std::ops::Range;
+
+/// Numbers of granules.
+pub(super) type Granules = Range<u64>;
 
 /// What a granule's old data is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
