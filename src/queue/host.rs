@@ -238,6 +238,30 @@ impl Queue {
         got
     }
 
+    /// [`Queue::submit`] and a [`Queue::reap`] without waiting, in one pass: takes requests from the front of `reqs` until the queue is full, and
+    /// appends every completion that is there, those of the new requests included, to `out`. Returns the number appended. For a loop that does both in
+    /// each round; unlike `submit` it waits for a helper's bounded pass. `signalled`: the event fd was seen readable and is cleared; otherwise it is
+    /// left as it is, which spares a system call.
+    pub fn exchange(&self, reqs: &mut Vec<HostReq>, out: &mut Vec<Cqe>, signalled: bool) -> usize {
+        let core = &self.core;
+        let mut driver = core.exec.own_drive();
+        if signalled {
+            driver.engine.clear_event();
+        }
+        let n = self.room().min(reqs.len());
+        if n > 0 {
+            core.accepted.fetch_add(n, Ordering::Relaxed);
+            core.exec.set_awake();
+            core.start(&mut driver, reqs.drain(..n));
+        }
+        core.exec.pass(&mut driver);
+        let got = core.pop_done(out, usize::MAX);
+        if core.armed.load(Ordering::Relaxed) && core.has_fd.load(Ordering::Relaxed) {
+            core.exec.arm_timer(&mut driver);
+        }
+        got
+    }
+
     /// The event fd for the host's loop (C6).
     pub fn event_fd(&self) -> Result<RawFd> {
         let mut driver = self.core.exec.own_drive();

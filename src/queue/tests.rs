@@ -189,3 +189,17 @@ fn two_queues_on_two_threads_lose_nothing_while_the_root_is_exchanged() {
     });
     assert_eq!(disk.in_flight(), 0);
 }
+
+#[test]
+fn an_exchange_takes_what_fits_and_returns_what_ended_in_the_same_pass() {
+    let (_g, disk) = disk("driver=memory,size=1M");
+    let queue = Queue::new(&disk, 4).expect("a queue");
+    queue.event_fd().expect("a fd");
+    let mut out = Vec::new();
+    queue.exchange(&mut Vec::new(), &mut out, true);
+    let mut reqs: Vec<_> = (0..7).map(|i| read(i, i * 512, 512)).collect();
+    assert_eq!((queue.exchange(&mut reqs, &mut out, false), reqs.len()), (4, 3));
+    assert_eq!((queue.exchange(&mut reqs, &mut out, false), reqs.len()), (3, 0));
+    assert_eq!(out.iter().map(|c| c.user_data).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5, 6]);
+    assert_eq!(queue.outstanding(), 0);
+}
