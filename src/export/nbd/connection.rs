@@ -233,7 +233,8 @@ impl Connection {
             Action::Write { .. } if !empty => return self.phase = Phase::Write { key, range },
             _ if empty => return self.issued(key),
             Action::WriteZeroes { flags } => HostOp::Io(Request::write_zeroes(range, flags)),
-            Action::Trim { fua } => HostOp::Task(trim_task(range, fua)),
+            Action::Trim { fua: false } => HostOp::Io(Request::discard(range)),
+            Action::Trim { fua: true } => HostOp::Task(durable_trim(range)),
             Action::BlockStatus { one } => {
                 let slot = ExtentSlot::default();
                 self.commands[key].extents = Some(slot.clone());
@@ -344,12 +345,12 @@ impl Connection {
 
     /// Submits the batch and collects completions. Returns whether there were any.
     fn exchange(&mut self) -> bool {
-        let submitted = !self.batch.is_empty() && self.queue.submit(&mut self.batch) > 0;
-        if !submitted && !std::mem::take(&mut self.queue_ready) {
+        let signalled = std::mem::take(&mut self.queue_ready);
+        if self.batch.is_empty() && !signalled {
             return false;
         }
         let mut completed = std::mem::take(&mut self.completed);
-        self.queue.reap(&mut completed, usize::MAX, 0, None);
+        self.queue.exchange(&mut self.batch, &mut completed, signalled);
         let any = !completed.is_empty();
         for cqe in completed.drain(..) {
             self.complete(cqe);
@@ -365,8 +366,11 @@ impl Connection {
         let command = &mut self.commands[piece.command];
         command.running -= 1;
         if cqe.res < 0 {
-            let errno = i32::try_from(-cqe.res).unwrap_or(libc::EIO);
-            command.error.get_or_insert((Errno::from_os(errno), text_of(cqe.code)));
+            let error = Errno::from_os(i32::try_from(-cqe.res).unwrap_or(libc::EIO));
+            // A trim is a hint: a disk that cannot do it has done enough.
+            if !(error == Errno::NOTSUP && matches!(command.action, Action::Trim { .. })) {
+                command.error.get_or_insert((error, text_of(cqe.code)));
+            }
         }
         match (piece.whole, command.action) {
             (Some(whole), Action::Read { whole: unfragmented }) if command.error.is_none() => {
@@ -622,7 +626,7 @@ impl Input {
         self.buf.copy_within(self.from..self.to, 0);
         self.to -= self.from;
         self.from = 0;
-        let limit = if self.bulky { BULKY_INPUT_LEN } else { self.buf.len() };
+        let limit = if self.bulky && self.to < BULKY_INPUT_LEN { BULKY_INPUT_LEN } else { self.buf.len() };
         &mut self.buf[self.to..limit]
     }
 
@@ -642,19 +646,16 @@ fn after(range: ByteRange, len: usize) -> Option<ByteRange> {
     (range.len > len).then(|| ByteRange { offset: range.offset + len, len: range.len - len })
 }
 
-/// A discard. It is advisory, so a disk that cannot do it has done enough; what it did is durable if `fua`.
-fn trim_task(range: ByteRange, fua: bool) -> TaskOp {
+/// A discard and then a flush: how a discard becomes durable is not every node's business.
+fn durable_trim(range: ByteRange) -> TaskOp {
     Box::new(move |cx, node| {
         Box::pin(async move {
             let Some(node) = node else { return IoError::new(libc::ENOMEDIUM, Code::NoMedium).into() };
-            let mut result = cx.run(&*node, Request::discard(range)).await;
-            if matches!(result, Err(e) if matches!(e.errno, libc::ENOTSUP | libc::ENOSYS)) {
-                result = Ok(());
-            }
-            if fua && result.is_ok() {
-                result = cx.run(&*node, Request::flush()).await;
-            }
-            result.map_or_else(TaskResult::from, |()| TaskResult::ok(0, false))
+            let done = match cx.run(&*node, Request::discard(range)).await {
+                Ok(()) => cx.run(&*node, Request::flush()).await,
+                Err(e) => Err(e),
+            };
+            done.map_or_else(TaskResult::from, |()| TaskResult::ok(0, false))
         })
     })
 }
