@@ -90,6 +90,8 @@ impl Listener {
                 s.set_nonblocking(true)?;
                 // Replies are gathered into one call already; waiting for more would only add latency.
                 s.set_nodelay(true)?;
+                // A client whose machine has gone must not hold its connection for ever.
+                sys::keep_alive(s.as_raw_fd())?;
                 s.into()
             }
         })

@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::os::fd::RawFd;
+use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
 /// A disk under a name.
@@ -340,7 +341,10 @@ impl Shared {
         };
         let guard = Registration { shared: self.clone(), id };
         let body = Box::new(move || {
-            session::serve(&guard.shared, id, socket, control);
+            let serve = || session::serve(&guard.shared, id, socket, control);
+            if std::panic::catch_unwind(AssertUnwindSafe(serve)).is_err() {
+                guard.shared.env.log(0, "nbd", &format!("connection {id} panicked and has been closed"));
+            }
             drop(guard);
         });
         // If the thread cannot start, the body is dropped and the guard takes the connection off the list.

@@ -85,6 +85,22 @@ pub(super) fn recv(fd: RawFd, segment: Option<(&Segment, usize)>, tail: &mut [u8
     }
 }
 
+/// Lets the kernel probe a silent TCP peer, at its usual pace, and fail the socket if it has gone.
+pub(super) fn keep_alive(fd: RawFd) -> io::Result<()> {
+    let on: libc::c_int = 1;
+    // SAFETY: the value is an int of the length that is told.
+    let n = unsafe {
+        libc::setsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_KEEPALIVE,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    if n < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// Memory to be sent, in order; at most [`IOV_MAX`] pieces.
 #[derive(Default)]
 pub(super) struct Gather<'a> {
