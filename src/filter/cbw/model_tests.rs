@@ -49,7 +49,7 @@ struct Plan {
 impl Plan {
     fn new(seed: u64) -> Self {
         let rng = SplitMix::new(seed);
-        let one_in = |n: u64| rng.next() % n == 0;
+        let one_in = |n: u64| rng.next().is_multiple_of(n);
         let faulty = one_in(2);
         Self {
             seed,
@@ -268,7 +268,7 @@ fn contents(plan: &Plan) -> Vec<u8> {
     let rng = SplitMix::new(plan.seed + 7);
     let mut data = vec![0; plan.size as usize];
     for piece in data.chunks_mut(8192) {
-        if rng.next() % 2 == 0 {
+        if rng.next().is_multiple_of(2) {
             piece.fill(1 + (rng.next() % 127) as u8);
         }
     }
@@ -279,7 +279,7 @@ fn fault(node: &Held, op: Op, one_in: u64, seed: u64) {
     if one_in > 0 {
         let rng = SplitMix::new(seed);
         let error = Fault::Fail(IoError::os(libc::EIO));
-        node.fault(error, move |c, _| c == Call::Io(op) && rng.next() % one_in == 0);
+        node.fault(error, move |c, _| c == Call::Io(op) && rng.next().is_multiple_of(one_in));
     }
 }
 
