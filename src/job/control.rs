@@ -130,15 +130,20 @@ impl Control {
         Ok(())
     }
 
-    /// Ends the job with its one outcome. Returns whether it was still open.
-    pub(super) fn conclude(&self, outcome: IoResult, tell: impl FnOnce()) -> bool {
+    /// Ends the job with its one outcome and calls `tell` with the state; with `dismiss` the job is let forgotten in the same step, and `tell` is called
+    /// with that too. Nobody sees the end of such a job before it is forgotten: who starts the next one at once finds its id free. Returns whether it was still open.
+    pub(super) fn conclude(&self, outcome: IoResult, dismiss: bool, mut tell: impl FnMut(Status)) -> bool {
         let mut s = self.state.lock();
         if s.outcome.is_some() {
             return false;
         }
         s.outcome = Some(outcome);
         s.status = Status::Concluded;
-        tell();
+        tell(Status::Concluded);
+        if dismiss {
+            s.status = Status::Null;
+            tell(Status::Null);
+        }
         drop(s);
         self.notify();
         true
@@ -191,9 +196,18 @@ mod tests {
     #[test]
     fn the_first_outcome_is_the_only_one() {
         let c = running();
-        assert!(c.conclude(Err(IoError::cancelled()), || {}));
-        assert!(!c.conclude(Ok(()), || {}));
+        assert!(c.conclude(Err(IoError::cancelled()), false, |_| {}));
+        assert!(!c.conclude(Ok(()), false, |_| {}));
         assert_eq!(c.view().outcome, Some(Err(IoError::cancelled())));
+    }
+
+    #[test]
+    fn a_job_that_dismisses_itself_is_forgotten_in_the_step_that_ends_it() {
+        let (c, mut told) = (running(), Vec::new());
+        assert!(c.conclude(Ok(()), true, |s| told.push(s)));
+        assert_eq!(told, [Status::Concluded, Status::Null]);
+        assert_eq!((c.view().status, c.view().outcome), (Status::Null, Some(Ok(()))));
+        assert!(c.dismiss("j", || {}).is_err());
     }
 
     #[test]
@@ -211,7 +225,7 @@ mod tests {
         assert!(c.finalize("j").is_err());
         assert!(c.dismiss("j", || {}).is_err());
         assert!(!c.advance(Status::Pending, || {}));
-        c.conclude(Ok(()), || {});
+        c.conclude(Ok(()), false, |_| {});
         assert!(c.cancel("j").is_err());
         assert!(c.set_pause("j", true).is_err());
         c.dismiss("j", || {}).expect("a concluded job can be dismissed");

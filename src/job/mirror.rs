@@ -105,6 +105,10 @@ fn reaches(from: &Arc<Vertex>, to: &Arc<Vertex>, depth: usize) -> bool {
 }
 
 impl Body for Copy {
+    fn give_up(&self) {
+        drop(self.claim.lock().take());
+    }
+
     fn run<'a>(&'a self, cx: &'a Cx, job: &'a Arc<Job>) -> NodeFuture<'a, IoResult> {
         Box::pin(async move {
             copy::run(cx, job, self.work.clone(), &self.options).await.map_err(|f| f.error)?;

@@ -122,6 +122,9 @@ trait Body: Send + Sync + Debug {
     /// Undoes `prepare`; nothing has been inserted. May block.
     fn unprepare(&self) {}
 
+    /// The job will never be started: gives back what was claimed when it was made.
+    fn give_up(&self) {}
+
     /// Does the job up to the point of no return. Dropped when the job is cancelled.
     fn run<'a>(&'a self, cx: &'a Cx, job: &'a Arc<Job>) -> NodeFuture<'a, IoResult>;
 
@@ -247,11 +250,11 @@ impl Job {
     /// With `auto-dismiss=off`: forgets a concluded job.
     pub fn dismiss(&self) -> Result<()> {
         let error = self.outcome().and_then(IoResult::err);
-        self.control.dismiss(&self.id, || self.post(Status::Null, error))?;
-        if let Some(jobs) = self.registry.upgrade() {
-            jobs.forget(&self.id);
-        }
-        Ok(())
+        let jobs = self.registry.upgrade();
+        self.control.dismiss(&self.id, || {
+            jobs.iter().for_each(|j| j.forget(&self.id));
+            self.post(Status::Null, error);
+        })
     }
 
     /// Limits background copies to so many bytes per second; 0 lifts the limit. Acts at once.

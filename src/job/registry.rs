@@ -167,11 +167,17 @@ impl Jobs {
 
     /// Forgets a job that was never started.
     pub(super) fn discard(&self, job: &Arc<Job>) {
-        if job.advance(Status::Null) {
+        let forgotten = job.control.advance(Status::Null, || {
             self.forget(&job.id);
+            job.post(Status::Null, None);
+        });
+        if forgotten {
+            // Handles may outlive this by far.
+            job.body.give_up();
         }
     }
 
+    /// The id is free again. Called with the lock of the job's `control` held, so that nobody hears of the end of a job whose id is still taken.
     pub(super) fn forget(&self, id: &str) {
         let job = self.jobs.lock().remove(id);
         drop(job);

@@ -118,13 +118,12 @@ async fn abort(cx: &Cx, job: &Arc<Job>, error: IoError) {
 
 fn conclude(job: &Arc<Job>, outcome: IoResult) {
     job.progress.advance_to(job.env.runtime.clock.now(), job.body.done());
-    if !job.control.conclude(outcome, || job.post(Status::Concluded, outcome.err())) {
-        return;
-    }
-    if job.auto_dismiss {
-        // Refused only if somebody has dismissed it first.
-        let _ = job.dismiss();
-    }
+    // The id is free before anybody can see the end: else who starts the next job then would be refused, now and again.
+    let jobs = job.registry.upgrade().filter(|_| job.auto_dismiss);
+    job.control.conclude(outcome, job.auto_dismiss, |status| {
+        jobs.iter().for_each(|j| j.forget(&job.id));
+        job.post(status, outcome.err());
+    });
 }
 
 /// `work`, unless the job is cancelled first.

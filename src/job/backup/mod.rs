@@ -157,6 +157,10 @@ impl Body for Backup {
         }
     }
 
+    fn give_up(&self) {
+        self.let_go();
+    }
+
     fn run<'a>(&'a self, cx: &'a Cx, job: &'a Arc<Job>) -> NodeFuture<'a, IoResult> {
         Box::pin(async move {
             let setup = self.setup().ok_or(IoError::invalid())?;

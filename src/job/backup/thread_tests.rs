@@ -212,6 +212,48 @@ fn of_a_cancel_and_the_end_of_the_job_exactly_one_wins() {
 }
 
 #[test]
+fn whoever_sees_the_end_of_a_job_can_use_its_id_and_its_target_again() {
+    let context = context();
+    open(&context, "driver=memory,node-name=s,size=64K");
+    open(&context, "driver=memory,node-name=t,size=64K");
+    let _vda = disk(&context, "vda", "s");
+    let options = || Options::parse("device=vda,target=t,sync=full").expect("parses");
+    for round in 0..1000 {
+        let job = context.jobs().start("backup", options()).unwrap_or_else(|e| panic!("{round}: {e}"));
+        if round % 2 == 1 {
+            // Refused if it is over already.
+            job.cancel().ok();
+        }
+        // Not `wait`, which sleeps: the moment it has ended.
+        while !job.status().has_ended() {
+            std::hint::spin_loop();
+        }
+        assert!(context.jobs().find(job.id()).is_err(), "{round}: it is still there");
+    }
+}
+
+#[test]
+fn a_group_that_could_not_start_leaves_its_targets_free_though_its_jobs_are_still_held() {
+    let context = context();
+    for name in ["a", "b", "ta", "tb"] {
+        open(&context, &format!("driver=memory,node-name={name},size=64K"));
+    }
+    let _disks = (disk(&context, "vda", "a"), disk(&context, "vdb", "b"));
+    let parse = |text: &str| Options::parse(text).expect("parses");
+    let mut group = context.jobs().group(Options::empty()).expect("a group");
+    let good = group.add("backup", parse("device=vda,target=ta,sync=full")).expect("a member");
+    // Its filter cannot be opened: the name is taken.
+    let bad =
+        group.add("backup", parse("device=vdb,target=tb,sync=full,filter-node-name=a")).expect("a member");
+    group.start().expect_err("one of them cannot");
+    assert_eq!((good.status(), bad.status()), (Status::Null, Status::Null));
+    for text in ["device=vda,target=ta,sync=full", "device=vdb,target=tb,sync=full"] {
+        let job = context.jobs().start("backup", parse(text)).expect("the target is free");
+        assert_eq!(end_of(&job), Ok(()));
+    }
+}
+
+#[test]
 fn a_file_is_marked_until_its_backup_is_complete() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = |name: &str| dir.path().join(name);
