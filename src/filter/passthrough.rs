@@ -13,7 +13,7 @@
 
 use crate::error::{IoResult, Result};
 use crate::graph::OpenCx;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation};
 use crate::options::props::REQUIRED;
 use crate::options::{Options, Prop, PropStates, PropTable, PropType};
 use crate::queue::Cx;
@@ -70,6 +70,11 @@ impl Node for Passthrough {
     fn block_status<'a>(&'a self, cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         let child = self.file.node();
         Box::pin(async move { child.block_status(cx, range).await })
+    }
+
+    fn resize<'a>(&'a self, cx: &'a Cx, size: u64, growth: Growth) -> NodeFuture<'a, IoResult> {
+        let child = self.file.node();
+        Box::pin(async move { child.resize(cx, size, growth).await })
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

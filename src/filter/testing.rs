@@ -1,7 +1,7 @@
 //! What the tests of filters share: a node below that remembers what reached it, and when.
 
 use crate::error::{IoError, IoResult};
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Permit, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Permit, Plan, Reservation, fixed_size};
 use crate::queue::{Cx, Env, IoCell};
 use crate::request::{Buffers, Class, Flags, Op, ReqRef, Request};
 use crate::rt::real::SplitMix;
@@ -112,6 +112,10 @@ impl Node for Recorder {
 
     fn block_status<'a>(&'a self, _cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         Box::pin(async move { Ok(Extent::data(range.len)) })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {
@@ -464,6 +468,10 @@ impl Node for HeldNode {
             self.0.end(Call::Status, range);
             extent
         })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

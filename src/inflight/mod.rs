@@ -45,7 +45,7 @@
 //!
 //! `list` has the calls, `entry` the node and the draw of the ticket, `range` the search, `chain` the linked list itself
 //! with the papers it comes from, `waiter` the protocol of wait, wake and give up, `shard` the mapping, `core` what entries
-//! share and how long it lives, `reclaim` the rule of epochs, `pool` the memory of nodes, `canary` the planted bugs.
+//! share and how long it lives, `grace` the wait for those who use what they have looked up, `reclaim` the rule of epochs, `pool` the memory of nodes, `canary` the planted bugs.
 //! `docs/design/inflight.md` argues the orderings. No locks. Every linearization point is marked: insertion is the
 //! exchange in `Node::draw`, removal `Node::die`, wake-up and giving up `Waiter::end`.
 
@@ -53,6 +53,7 @@ mod canary;
 mod chain;
 mod core;
 mod entry;
+mod grace;
 mod list;
 #[cfg(not(any(cobweb_loom, feature = "sim")))]
 mod pool;
@@ -67,4 +68,5 @@ mod loom_tests;
 mod model_tests;
 
 pub use entry::Entry;
+pub use grace::{Grace, Pass};
 pub use list::{Acquire, Config, InflightList, KINDS_MAX, Kind, OverlapRef, WaitClear};

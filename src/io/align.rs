@@ -20,7 +20,7 @@ use crate::limits::BATCH_LEN;
 use crate::queue::Cx;
 use crate::request::{Buffers, Class, Request};
 use crate::sync::Arc;
-use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::units::{ByteRange, align_down, align_up};
 use event_listener::Event;
 use std::future::Future;
@@ -39,7 +39,7 @@ const _: () = assert!(CLAIM_LEN >= BATCH_LEN);
 #[derive(Debug)]
 pub(super) struct Aligner {
     file: Arc<FileHandle>,
-    size: u64,
+    size: AtomicU64,
     /// What the page cache reads and writes at once, at least a block of the file.
     page: u64,
     writes: Arc<InflightList>,
@@ -53,7 +53,18 @@ impl Aligner {
         conflicts[WRITE as usize] = 1 << WRITE;
         let writes = InflightList::new(Config { shard_bytes_log2: 21, shards_log2: 6, conflicts });
         let page = page.max(file.offset_align());
-        Self { file, size, page, writes, bounces: Permits::default() }
+        Self { file, size: AtomicU64::new(size), page, writes, bounces: Permits::default() }
+    }
+
+    /// Length of the file in bytes.
+    pub(super) fn size(&self) -> u64 {
+        // Acquire: partner is `set_size`; who sees the new length may use it.
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// The file has another length now. Where a last part of a block becomes a whole one, an operation on it that is under way ends as it began.
+    pub(super) fn set_size(&self, size: u64) {
+        self.size.store(size, Ordering::Release);
     }
 
     /// What zeroing and punching are done in on a direct file, so that the kernel need not zero parts of blocks through the page cache.
@@ -144,21 +155,22 @@ impl Aligner {
     /// Read, modify, write.
     async fn modify(&self, cx: &Cx, piece: ByteRange, data: &Buffers, dsync: bool, class: Class) -> IoResult {
         let wide = piece.widen(self.file.offset_align(), u64::MAX);
-        let in_tail = wide.end() > self.size;
+        let size = self.size();
+        let in_tail = wide.end() > size;
         let held = if in_tail { wide.widen(self.page, u64::MAX) } else { wide };
         let bounce = self.bounce(cx, wide.len).await?;
         let active = ready_or_wait(cx, self.file.begin_rmw()).await?;
         let entry = ready_or_wait(cx, self.writes.acquire(held, WRITE)).await?;
         let claim = Arc::new(Claim { _entry: entry, _active: Some(active) });
         self.merge(cx, piece, wide, data, &bounce.bufs, class).await?;
-        let end = if in_tail { align_down(self.size, self.file.offset_align()) } else { wide.end() };
+        let end = if in_tail { align_down(size, self.file.offset_align()) } else { wide.end() };
         let direct = ByteRange { offset: wide.offset, len: end - wide.offset };
         if !direct.is_empty() {
             let op = self.op(FileOpKind::Write, direct, dsync, Some(GateToken::of(&claim)));
             cx.io(op, bounce.bufs.slice(0, direct.len as usize), class).await?;
         }
         if in_tail {
-            let tail = ByteRange { offset: end, len: self.size - end };
+            let tail = ByteRange { offset: end, len: size - end };
             let op = self.op(FileOpKind::Write, tail, true, Some(GateToken::of(&claim)));
             cx.io(op, bounce.bufs.slice(direct.len as usize, tail.len as usize), class).await?;
         }
@@ -193,7 +205,15 @@ impl Aligner {
     }
 
     fn op(&self, kind: FileOpKind, range: ByteRange, dsync: bool, counted: Option<GateToken>) -> FileOp {
-        FileOp { file: self.file.clone(), kind, offset: range.offset, len: range.len, dsync, counted }
+        FileOp {
+            file: self.file.clone(),
+            kind,
+            offset: range.offset,
+            len: range.len,
+            dsync,
+            counted,
+            pass: None,
+        }
     }
 
     async fn bounce(&self, cx: &Cx, len: u64) -> IoResult<Bounce<'_>> {

@@ -48,7 +48,15 @@ pub(super) fn op(
     bufs: &Buffers,
 ) -> (EngineOp, Arc<IoCell>) {
     let cell: Arc<IoCell> = Arc::default();
-    let op = FileOp { file: file.clone(), kind, offset, len: bufs.len() as u64, dsync: false, counted: None };
+    let op = FileOp {
+        file: file.clone(),
+        kind,
+        offset,
+        len: bufs.len() as u64,
+        dsync: false,
+        counted: None,
+        pass: None,
+    };
     (EngineOp { op, bufs: bufs.clone(), class: Class::Guest, tag: Tag::Task(cell.clone()) }, cell)
 }
 

@@ -6,11 +6,11 @@
 //! chunks frees them.
 
 use crate::error::{IoError, IoResult, Result};
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan};
 use crate::options::{Options, Prop, PropStates, PropTable, PropType, props::REQUIRED};
 use crate::queue::Cx;
 use crate::request::{Buffers, Op, ReqRef, Request};
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, RwLock};
 use crate::units::ByteRange;
 use once_cell::sync::OnceCell;
@@ -43,6 +43,8 @@ const CHUNK: u64 = 64 << 10;
 const LEAF: u64 = CHUNK * FANOUT;
 const MIDDLE: u64 = LEAF * FANOUT;
 const FANOUT: u64 = 1024;
+/// How far a node can grow that began smaller; the root for it takes a few hundred bytes.
+const GROW_MAX: u64 = 1 << 40;
 /// Largest node; its root takes 400 KiB.
 const SIZE_MAX: u64 = 1 << 50;
 
@@ -52,7 +54,7 @@ type Middle = Box<[OnceCell<Leaf>]>;
 
 /// A disk in memory; see the module.
 pub struct MemoryNode {
-    size: u64,
+    size: AtomicU64,
     read_only: bool,
     root: Box<[OnceCell<Middle>]>,
     written: AtomicBool,
@@ -87,8 +89,9 @@ impl MemoryNode {
 
     fn with(size: u64, read_only: bool) -> Self {
         assert!(size <= SIZE_MAX, "a memory node of more than 1 PiB");
-        let root = (0..size.div_ceil(MIDDLE)).map(|_| OnceCell::new()).collect();
-        Self { size, read_only, root, written: AtomicBool::new(false) }
+        // Room to grow.
+        let root = (0..size.max(GROW_MAX).div_ceil(MIDDLE)).map(|_| OnceCell::new()).collect();
+        Self { size: AtomicU64::new(size), read_only, root, written: AtomicBool::new(false) }
     }
 
     /// The leaf table that holds `offset`, if there is one; else the first offset behind it that may have one.
@@ -228,7 +231,7 @@ impl Node for MemoryNode {
         Limits {
             read_only: self.read_only,
             zero_init: !self.written.load(Ordering::Relaxed),
-            ..Limits::plain(self.size)
+            ..Limits::plain(self.size.load(Ordering::Acquire))
         }
     }
 
@@ -248,13 +251,34 @@ impl Node for MemoryNode {
         Box::pin(async move { Ok(self.status(range)) })
     }
 
+    /// Up to 1 TiB, or to the size it began with.
+    fn resize<'a>(&'a self, _cx: &'a Cx, size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        Box::pin(async move {
+            if self.read_only {
+                return Err(IoError::read_only());
+            }
+            if size > self.root.len() as u64 * MIDDLE {
+                return Err(IoError::os(libc::EFBIG));
+            }
+            // Release: partner is the load in `limits`; what was cut off is zeros before anybody sees the place again.
+            let old = self.size.load(Ordering::Acquire);
+            if size < old {
+                self.size.store(size, Ordering::Release);
+                self.zero(ByteRange { offset: size, len: old - size });
+            } else {
+                self.size.store(size, Ordering::Release);
+            }
+            Ok(())
+        })
+    }
+
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {
         Box::pin(async { Ok(()) })
     }
 
     fn get(&self, key: &str) -> Option<String> {
         match key {
-            "size" => Some(self.size.to_string()),
+            "size" => Some(self.limits().size.to_string()),
             "read-only" => Some(if self.read_only { "on" } else { "off" }.to_owned()),
             _ => None,
         }
@@ -267,7 +291,7 @@ impl Node for MemoryNode {
 
 impl fmt::Debug for MemoryNode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "MemoryNode({} bytes)", self.size)
+        write!(f, "MemoryNode({} bytes)", self.limits().size)
     }
 }
 
@@ -353,6 +377,27 @@ mod tests {
         assert_eq!(node.status(rest(far + 6 * CHUNK)), Extent::hole(LEAF - 6 * CHUNK));
         run(&node, Request::write_zeroes(all, Flags::empty())).expect("zeroed");
         assert_eq!(used(&node).0, 0);
+    }
+
+    #[test]
+    fn a_node_grows_and_shrinks_and_what_comes_is_zero() {
+        let node = MemoryNode::new(CHUNK);
+        let env = crate::queue::testing::env(0);
+        crate::queue::testing::block_on(&env, |cx| async move {
+            let data = Buffers::alloc(1000, 8);
+            data.fill(7);
+            cx.run(&*node, Request::write(CHUNK, data.clone())).await.expect_err("past the end");
+            node.resize(&cx, 3 * CHUNK, Growth::Reserved).await.expect("it grows");
+            assert_eq!(node.limits().size, 3 * CHUNK);
+            cx.run(&*node, Request::write(2 * CHUNK, data.clone())).await.expect("written");
+            node.resize(&cx, 2 * CHUNK + 10, Growth::Sparse).await.expect("it shrinks");
+            cx.run(&*node, Request::write(2 * CHUNK, data.clone())).await.expect_err("past the end");
+            node.resize(&cx, 3 * CHUNK, Growth::Sparse).await.expect("it grows again");
+            cx.run(&*node, Request::read(2 * CHUNK, data.clone())).await.expect("read");
+            assert!(data.slice(0, 10).to_vec() == [7; 10] && data.slice(10, 990).is_zero());
+            let e = node.resize(&cx, GROW_MAX + 1, Growth::Sparse).await.expect_err("too far");
+            assert_eq!(e.errno, libc::EFBIG);
+        });
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub struct FileOp {
     /// Whether the operation is counted in the file's gate for read-modify-write; the count is taken when the plan is made and
     /// given back when the operation is dropped.
     pub counted: Option<file::GateToken>,
+    /// Of a format that has looked up where the bytes are: they stay there until the operation has ended.
+    pub pass: Option<crate::inflight::Pass>,
 }
 
 /// Kinds of file operations.

@@ -1,7 +1,7 @@
 //! The null node: does nothing, as fast as possible, or after a fixed time.
 
 use crate::error::{IoError, IoResult, Result};
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, fixed_size};
 use crate::options::{Options, Prop, PropStates, PropTable, PropType};
 use crate::queue::Cx;
 use crate::request::{Op, ReqRef, Request};
@@ -96,6 +96,10 @@ impl Node for NullNode {
     fn block_status<'a>(&'a self, _cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         let extent = if self.read_zeroes { Extent::hole(range.len) } else { Extent::data(range.len) };
         Box::pin(async move { Ok(extent) })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

@@ -389,3 +389,52 @@ fn a_file_can_be_given_as_a_descriptor_and_names_what_is_wrong_otherwise() {
         assert!(e.full_text().contains(named), "{}", e.full_text());
     }
 }
+
+#[test]
+fn a_file_grows_and_shrinks_while_it_is_open_and_what_comes_is_zero() {
+    use crate::node::Growth;
+    for direct in [false, true] {
+        for growth in [Growth::Sparse, Growth::Reserved] {
+            // Not a multiple of a block: the last part becomes a whole block.
+            let s = setup(196_616);
+            let node = s.open("threads", direct, "");
+            testing::block_on(&s.env, |cx| async move {
+                let data = Buffers::alloc(4096, 4096);
+                data.fill(7);
+                cx.run(&*node, Request::write(192_520, data.clone())).await.expect("written");
+                cx.run(&*node, Request::write(1 << 20, data.clone())).await.expect_err("past the end");
+                node.resize(&cx, 2 << 20, growth).await.expect("it grows");
+                assert_eq!(node.limits().size, 2 << 20);
+                cx.run(&*node, Request::write(1 << 20, data.clone())).await.expect("written");
+                let seen = read(&cx, &node, 192_520, 8192, 0).await.expect("read");
+                assert!(seen[..4096] == [7; 4096] && seen[4096..] == [0; 4096]);
+                node.resize(&cx, 1 << 20, Growth::Sparse).await.expect("it shrinks");
+                cx.run(&*node, Request::write(1 << 20, data.clone())).await.expect_err("past the end");
+                node.resize(&cx, 2 << 20, growth).await.expect("it grows again");
+                let seen = read(&cx, &node, 1 << 20, 4096, 0).await.expect("read");
+                assert!(seen == [0; 4096]);
+            });
+            let meta = std::fs::metadata(s.file.path()).expect("it is there");
+            assert_eq!(meta.len(), 2 << 20);
+            let reserved = std::os::unix::fs::MetadataExt::blocks(&meta) * 512 >= 1 << 20;
+            assert_eq!(reserved, growth == Growth::Reserved, "blocks are there before they are written");
+        }
+    }
+}
+
+#[test]
+fn a_direct_file_whose_end_is_aligned_refuses_one_that_is_not() {
+    use crate::node::Growth;
+    let s = setup(4096);
+    let node = s.open("threads", true, "");
+    testing::block_on(&s.env, |cx| async move {
+        let e = node.resize(&cx, 5000, Growth::Sparse).await.expect_err("not aligned");
+        assert_eq!(e.errno, libc::EINVAL);
+        assert_eq!(node.limits().size, 4096);
+    });
+    let s = setup(4096);
+    let node = s.open("threads", false, ",read-only=on");
+    testing::block_on(&s.env, |cx| async move {
+        node.resize(&cx, 8192, Growth::Sparse).await.expect_err("read-only");
+    });
+}

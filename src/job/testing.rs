@@ -4,7 +4,7 @@ use crate::context::{Context, ContextOptions};
 use crate::error::{IoError, IoResult};
 use crate::events::EventKind;
 use crate::job::{Job, Status};
-use crate::node::{Edge, Extent, ExtentFlags, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, ExtentFlags, Growth, Limits, Node, NodeFuture, Plan, fixed_size};
 use crate::options::Options;
 use crate::queue::Cx;
 use crate::queue::virtual_env::virtual_env;
@@ -228,6 +228,10 @@ impl Node for Store {
             let len = end.min(range.end()) - range.offset;
             Ok(if zero { Extent::hole(len) } else { Extent::data(len) })
         })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

@@ -40,6 +40,20 @@ use std::pin::Pin;
 /// The future of a slow path.
 pub type NodeFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
+/// What becomes of the space that [`Node::resize`] adds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Growth {
+    /// Nothing: it is a hole.
+    Sparse,
+    /// It is reserved where that is possible, so that a later write does not fail for want of space; it still reads as zeros.
+    Reserved,
+}
+
+/// The answer of a node whose length is fixed, for [`Node::resize`].
+pub fn fixed_size<'a>() -> NodeFuture<'a, IoResult> {
+    Box::pin(async { Err(IoError::unsupported()) })
+}
+
 /// A vertex of the graph.
 pub trait Node: Send + Sync + Debug + Any {
     /// Driver name in QEMU's vocabulary.
@@ -63,6 +77,12 @@ pub trait Node: Send + Sync + Debug + Any {
     /// Brings everything the node holds in memory to the node below and ends its background work. Called, without a drain,
     /// before the node is closed or removed; errors are returned and the node stays usable.
     fn settle<'a>(&'a self, cx: &'a Cx) -> NodeFuture<'a, IoResult>;
+
+    /// Changes the length of the node to `size` bytes; what is added reads as zeros. A node whose length is fixed (a block device, a window, a filter
+    /// that knows its size) answers ENOTSUP and is unchanged. A failure leaves a length between the old and the new one; ENOSPC with
+    /// [`Growth::Reserved`] may be tried again with less. Requests may run meanwhile; one at a time, and who shrinks a node has
+    /// seen to it that nothing is in flight behind the new end. Durable with the next flush.
+    fn resize<'a>(&'a self, cx: &'a Cx, size: u64, growth: Growth) -> NodeFuture<'a, IoResult>;
 
     /// Space for `len` bytes of data that will be written to this node, reserved before it is read (S41). A node without
     /// a memory of its own answers at once with a reservation that holds plain memory. `len` is at most one batch (1 MiB); a node with little memory

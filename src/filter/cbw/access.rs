@@ -7,7 +7,7 @@ use super::state::{Granules, State, StateSet};
 use crate::error::{Code, Error, IoError, IoResult, Result};
 use crate::graph::OpenCx;
 use crate::limits::BATCH_LEN;
-use crate::node::{Edge, Extent, ExtentFlags, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, ExtentFlags, Growth, Limits, Node, NodeFuture, Plan, fixed_size};
 use crate::options::{Options, Prop, PropStates, PropTable, PropType, props::REQUIRED};
 use crate::queue::Cx;
 use crate::request::{Buffers, Op, ReqRef, Request};
@@ -386,6 +386,10 @@ impl Node for SnapshotAccess {
 
     fn block_status<'a>(&'a self, cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         Box::pin(self.point.snapshot_status(cx, range))
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

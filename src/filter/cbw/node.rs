@@ -8,7 +8,7 @@ use super::point::Point;
 use super::state::{Granules, HELD, KEPT, State, StateSet};
 use crate::error::{Error, IoResult, Result};
 use crate::graph::OpenCx;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation, fixed_size};
 use crate::options::Options;
 use crate::queue::Cx;
 use crate::report::{LostRange, Report};
@@ -265,6 +265,10 @@ impl Node for CbwNode {
             let file = self.point.file.node();
             cx.status(&*file, range).await
         })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     /// Waits for the copies under way, then for what the target holds in memory. A snapshot that is over waits for late copies only, and for a while

@@ -4,7 +4,7 @@
 //!
 //! | key | meaning | default |
 //! |---|---|---|
-//! | `op` | `read`, `write`, `write-zeroes`, `discard`, `flush`, `block-status`, or `any` of these | required |
+//! | `op` | `read`, `write`, `write-zeroes`, `discard`, `flush`, `block-status`, `resize`, or `any` of these | required |
 //! | `offset`, `length` | requests that share a byte with this range; length 0: to the end. With a range `any` leaves flushes out | everything |
 //! | `skip` | so many matching requests pass first | 0 |
 //! | `count` | fires at most so often; 0: always | 0 |
@@ -38,7 +38,7 @@ pub use rule::{FaultOp, Rules, Then, Verdict};
 
 use crate::error::{Error, IoError, IoResult, Result};
 use crate::graph::OpenCx;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation};
 use crate::options::props::REQUIRED;
 use crate::options::{Options, Prop, PropStates, PropTable, PropType};
 use crate::queue::Cx;
@@ -223,6 +223,18 @@ impl Node for Fault {
             match self.judge(cx, FaultOp::BlockStatus, range).await? {
                 Then::Fail(error) => Err(error),
                 _ => self.file.node().block_status(cx, range).await,
+            }
+        })
+    }
+
+    fn resize<'a>(&'a self, cx: &'a Cx, size: u64, growth: Growth) -> NodeFuture<'a, IoResult> {
+        Box::pin(async move {
+            let child = self.file.node();
+            let old = child.limits().size;
+            let changed = ByteRange { offset: old.min(size), len: old.abs_diff(size) };
+            match self.judge(cx, FaultOp::Resize, changed).await? {
+                Then::Fail(error) => Err(error),
+                _ => child.resize(cx, size, growth).await,
             }
         })
     }

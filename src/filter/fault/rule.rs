@@ -7,13 +7,15 @@ use crate::units::ByteRange;
 use serde_json::{Map, Value};
 use std::time::Duration;
 
-/// What a rule can be about: the operations of a request, and block status.
+/// What a rule can be about: the operations of a request, block status, and a change of the length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultOp {
     /// A request.
     Request(Op),
     /// A question about block status.
     BlockStatus,
+    /// A change of the length; its range is what comes or goes.
+    Resize,
 }
 
 /// What is to happen to one request.
@@ -83,6 +85,7 @@ impl FaultOp {
             FaultOp::Request(Op::Discard) => 8,
             FaultOp::Request(Op::Flush) => 16,
             FaultOp::BlockStatus => 32,
+            FaultOp::Resize => 64,
         }
     }
 }
@@ -305,14 +308,15 @@ pub fn parse_error(text: &str) -> Result<IoError> {
     Ok(IoError::new(read_errno(&Value::String(text.to_owned()))?, Code::Injected))
 }
 
-const OPS: [(&str, u8); 7] = [
+const OPS: [(&str, u8); 8] = [
     ("read", FaultOp::Request(Op::Read).bit()),
     ("write", FaultOp::Request(Op::Write).bit()),
     ("write-zeroes", FaultOp::Request(Op::WriteZeroes).bit()),
     ("discard", FaultOp::Request(Op::Discard).bit()),
     ("flush", FaultOp::Request(Op::Flush).bit()),
     ("block-status", FaultOp::BlockStatus.bit()),
-    ("any", 0b11_1111),
+    ("resize", FaultOp::Resize.bit()),
+    ("any", 0b111_1111),
 ];
 const ACTIONS: [(&str, Action); 4] =
     [("error", Action::Error), ("delay", Action::Delay), ("hang", Action::Hang), ("short", Action::Short)];
@@ -364,13 +368,14 @@ const ERRNOS: [(&str, i32); 28] = [
 mod tests {
     use super::*;
 
-    const ALL: [FaultOp; 6] = [
+    const ALL: [FaultOp; 7] = [
         FaultOp::Request(Op::Read),
         FaultOp::Request(Op::Write),
         FaultOp::Request(Op::WriteZeroes),
         FaultOp::Request(Op::Discard),
         FaultOp::Request(Op::Flush),
         FaultOp::BlockStatus,
+        FaultOp::Resize,
     ];
 
     fn rules(text: &str) -> Rules {
@@ -398,7 +403,7 @@ mod tests {
             }
         }
         let bits = ALL.iter().fold(0, |a, op| a | op.bit());
-        assert_eq!((bits, bits.count_ones()), (0b11_1111, ALL.len() as u32));
+        assert_eq!((bits, bits.count_ones()), (0b111_1111, ALL.len() as u32));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::read::ReadPlan;
 use super::store::Store;
 use crate::error::{Code, Error, IoError, IoResult, Result};
 use crate::graph::OpenCx;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation, fixed_size};
 use crate::options::Options;
 use crate::queue::{Cx, Env};
 use crate::report::{LostRange, Report};
@@ -224,6 +224,10 @@ impl Node for RamCache {
             }
             Inner::Cache(store) => Box::pin(store.status(cx, range)),
         }
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, cx: &'a Cx) -> NodeFuture<'a, IoResult> {

@@ -3,7 +3,7 @@
 use super::{CacheOptions, RamCache};
 use crate::error::{IoError, IoResult};
 use crate::filter::testing::{Started, start};
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation, fixed_size};
 use crate::queue::virtual_env::{VirtualClock, virtual_env};
 use crate::queue::{Cx, Env};
 use crate::request::{Buffers, Class, Flags, Op, ReqRef, Request};
@@ -198,6 +198,10 @@ impl Node for Below {
 
     fn block_status<'a>(&'a self, _cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         Box::pin(async move { Ok(Extent::hole(range.len)) })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

@@ -27,7 +27,7 @@ pub use registry::ThrottleGroups;
 
 use crate::error::{Error, IoResult, Result};
 use crate::graph::OpenCx;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation};
 use crate::options::{Options, Prop, PropStates, PropTable, PropType};
 use crate::queue::Cx;
 use crate::request::{Class, Op, ReqRef, Request};
@@ -119,6 +119,11 @@ impl Node for Throttle {
     fn block_status<'a>(&'a self, cx: &'a Cx, range: ByteRange) -> NodeFuture<'a, IoResult<Extent>> {
         let child = self.file.node();
         Box::pin(async move { child.block_status(cx, range).await })
+    }
+
+    fn resize<'a>(&'a self, cx: &'a Cx, size: u64, growth: Growth) -> NodeFuture<'a, IoResult> {
+        let child = self.file.node();
+        Box::pin(async move { child.resize(cx, size, growth).await })
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

@@ -2,7 +2,7 @@
 
 use crate::error::{IoError, IoResult, Result};
 use crate::graph::OpenCx;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan, Reservation};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation, fixed_size};
 use crate::options::{Options, Prop, PropStates, PropTable, PropType, props::REQUIRED};
 use crate::queue::Cx;
 use crate::request::{Class, Op, ReqRef, Request};
@@ -106,6 +106,15 @@ impl Node for RawNode {
         Box::pin(async move {
             let file = self.file.node();
             cx.status(&*file, self.shift(range)).await
+        })
+    }
+
+    fn resize<'a>(&'a self, cx: &'a Cx, size: u64, growth: Growth) -> NodeFuture<'a, IoResult> {
+        let below = size.checked_add(self.offset).filter(|_| self.size.is_none() && !self.read_only);
+        let Some(below) = below else { return fixed_size() };
+        Box::pin(async move {
+            let file = self.file.node();
+            file.resize(cx, below, growth).await
         })
     }
 

@@ -68,6 +68,11 @@ impl FileHandle {
         self.offset_align > 1
     }
 
+    /// Whether the last, partial block of the file can be written; always so without alignment.
+    pub fn has_tail(&self) -> bool {
+        !self.is_direct() || self.tail.is_some()
+    }
+
     /// The descriptor for one operation: a write that is not aligned is one of the tail.
     pub(in crate::io) fn raw_fd(&self, op: &FileOp) -> RawFd {
         let aligned = (op.offset | op.len) & (self.offset_align() - 1) == 0;

@@ -6,9 +6,9 @@ use crate::error::{IoError, IoResult};
 use crate::io::align::Aligner;
 use crate::io::{FileOp, FileOpKind};
 use crate::limits::BATCH_LEN;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan};
 use crate::queue::Cx;
-use crate::request::{Buffers, Flags, Op, ReqRef, Request};
+use crate::request::{Buffers, Class, Flags, Op, ReqRef, Request};
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use crate::units::{ByteRange, align_down, align_up};
@@ -29,6 +29,7 @@ pub struct FileNode {
     can_punch: AtomicBool,
     /// Nothing has been written since the file was found to be one hole.
     untouched: AtomicBool,
+    can_reserve: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -67,6 +68,7 @@ impl FileNode {
             info,
             can_zero: AtomicBool::new(true),
             can_punch: AtomicBool::new(true),
+            can_reserve: AtomicBool::new(true),
         }
     }
 
@@ -88,6 +90,7 @@ impl FileNode {
             len: range.len,
             dsync: dsync && !self.info.no_flush,
             counted: None,
+            pass: None,
         }
     }
 
@@ -223,11 +226,12 @@ impl FileNode {
         for piece in long_pieces(req.range) {
             let (_, middle, _) = split(piece, self.aligner.page());
             // A piece that ends with the file is whole up to there.
-            let middle = if piece.end() == self.info.size && !self.handle.is_direct() && !middle.is_empty() {
-                ByteRange { offset: middle.offset, len: piece.end() - middle.offset }
-            } else {
-                middle
-            };
+            let middle =
+                if piece.end() == self.aligner.size() && !self.handle.is_direct() && !middle.is_empty() {
+                    ByteRange { offset: middle.offset, len: piece.end() - middle.offset }
+                } else {
+                    middle
+                };
             if middle.is_empty() || !self.can_punch.load(Relaxed) {
                 continue;
             }
@@ -237,6 +241,49 @@ impl FileNode {
             }
         }
         Ok(())
+    }
+
+    async fn set_size(&self, cx: &Cx, size: u64, growth: Growth) -> IoResult {
+        let old = self.aligner.size();
+        if self.info.read_only {
+            return Err(IoError::read_only());
+        }
+        if self.info.is_block {
+            return Err(IoError::unsupported());
+        }
+        // The last part of a block is written through a descriptor that is there only if there was such a part at open.
+        if size > i64::MAX as u64
+            || (!self.handle.has_tail() && !size.is_multiple_of(self.handle.offset_align()))
+        {
+            return Err(IoError::invalid());
+        }
+        let added = ByteRange { offset: old, len: size.saturating_sub(old) };
+        if !added.is_empty() && growth == Growth::Reserved && self.can_reserve.load(Relaxed) {
+            match cx.io(self.op(FileOpKind::Allocate(0), added, false), Buffers::new(), Class::Guest).await {
+                Ok(()) => {
+                    self.aligner.set_size(size);
+                    return Ok(());
+                }
+                Err(e) if matches!(e.errno, libc::EOPNOTSUPP | libc::ENOSYS) => {
+                    self.can_reserve.store(false, Relaxed);
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        if size < old {
+            self.aligner.set_size(size);
+        }
+        let handle = self.handle.clone();
+        match cx.blocking(move || sys::set_size(handle.as_raw_fd(), size)).await? {
+            Ok(()) => {
+                self.aligner.set_size(size);
+                Ok(())
+            }
+            Err(e) => {
+                self.aligner.set_size(old);
+                Err(e.into())
+            }
+        }
     }
 
     /// A device that cannot deallocate and promise zeros may still be able to deallocate.
@@ -292,7 +339,7 @@ impl Node for FileNode {
             zero_init: self.untouched.load(Relaxed),
             read_only: self.info.read_only,
             fast_zeroes: self.can_zero.load(Relaxed) || self.can_punch.load(Relaxed),
-            ..Limits::plain(self.info.size)
+            ..Limits::plain(self.aligner.size())
         }
     }
 
@@ -327,6 +374,10 @@ impl Node for FileNode {
         }
         let handle = self.handle.clone();
         Box::pin(async move { cx.blocking(move || status(handle.as_raw_fd(), range)).await? })
+    }
+
+    fn resize<'a>(&'a self, cx: &'a Cx, size: u64, growth: Growth) -> NodeFuture<'a, IoResult> {
+        Box::pin(self.set_size(cx, size, growth))
     }
 
     fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {

@@ -122,6 +122,16 @@ pub(in crate::io) fn discard_blocks(fd: RawFd, offset: u64, len: u64) -> std::io
     Ok(())
 }
 
+/// Changes the length of a file.
+pub(in crate::io) fn set_size(fd: RawFd, size: u64) -> std::io::Result<()> {
+    let size = libc::off_t::try_from(size).map_err(|_| std::io::Error::from_raw_os_error(libc::EFBIG))?;
+    // SAFETY: no pointers.
+    if unsafe { libc::ftruncate(fd, size) } < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 /// Page size of the system in bytes.
 pub(in crate::io) fn page_size() -> u64 {
     // SAFETY: no pointers.

@@ -8,7 +8,7 @@ use crate::error::{Code, Error, IoError, IoResult, Result};
 use crate::inflight::{Config, Entry, InflightList};
 use crate::io::align::Permits;
 use crate::limits::BATCH_LEN;
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, fixed_size};
 use crate::options::Options;
 use crate::queue::{Cx, Env};
 use crate::request::{Buffers, Class, Flags, Op, ReqRef, Request};
@@ -239,6 +239,10 @@ impl Node for HostNode {
             let work = Work { node: self, cx, limits, flags: Flags::empty(), class: Class::Guest };
             work.status(range).await
         })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     /// Waits for the operations whose futures are gone.

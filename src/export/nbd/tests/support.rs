@@ -6,7 +6,7 @@ use super::client::Client;
 use crate::error::{Code, IoError, IoResult};
 use crate::graph::{Disk, Graph};
 use crate::io::{EngineKind, system_env};
-use crate::node::{Edge, Extent, Limits, Node, NodeFuture, Plan};
+use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, fixed_size};
 use crate::queue::{Cx, Env};
 use crate::request::{Flags, Op, ReqRef, Request};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -181,6 +181,10 @@ impl Node for TestDisk {
             let bytes = &data[range.offset as usize..(range.offset + len) as usize];
             Ok(if bytes.iter().all(|b| *b == 0) { Extent::hole(len) } else { Extent::data(len) })
         })
+    }
+
+    fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {
+        fixed_size()
     }
 
     fn settle<'a>(&'a self, _: &'a Cx) -> NodeFuture<'a, IoResult> {
