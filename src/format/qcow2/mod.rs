@@ -7,6 +7,8 @@
 //! than cluster 0.
 
 pub mod addr;
+pub mod alloc;
+pub mod cow;
 pub mod entry;
 #[cfg(test)]
 mod entry_tests;
