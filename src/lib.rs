@@ -9,16 +9,6 @@ pub mod inflight;
 pub mod sync;
 pub mod units;
 
-/// The protocol core of the copy-before-write filter, for loom; otherwise it is part of `filter`.
-#[cfg(cobweb_loom)]
-#[path = "filter/cbw"]
-mod cbw {
-    mod fence;
-    #[cfg(test)]
-    mod loom_tests;
-    mod state;
-}
-
 #[cfg(all(feature = "capi", not(cobweb_loom)))]
 pub mod capi;
 #[cfg(all(feature = "cli", not(cobweb_loom)))]
@@ -58,10 +48,16 @@ pub mod rt;
 #[cfg(not(cobweb_loom))]
 pub mod stats;
 
-/// The parts of the RAM cache that are model-checked: its line for space, and the budget behind it.
+/// The parts of filters that are model-checked: the fence of copy-before-write, and the RAM cache's line for space with the budget behind it.
 #[cfg(cobweb_loom)]
 #[allow(dead_code, reason = "the models use a part of it")]
 mod filter {
+    mod cbw {
+        mod fence;
+        #[cfg(test)]
+        mod loom_tests;
+        mod state;
+    }
     mod ram_cache {
         mod space;
         #[cfg(test)]

@@ -94,11 +94,13 @@ fn folder_of(path: &str, is_root: bool) -> String {
     if is_root || file == "mod.rs" { dir.to_owned() } else { format!("{dir}/{}", &file[..file.len() - 3]) }
 }
 
-/// The names of `mod x;` lines, and whether a `cfg` with `test` stands above them.
+/// The names of `mod x;` lines, with the inline modules around them (`outer/x`), and whether a `cfg` with `test` stands above any of these.
 fn mod_lines(code: &str) -> Vec<(String, bool)> {
     let mut found = Vec::new();
     let mut attributes = String::new();
-    for line in code.lines().map(str::trim) {
+    // Inline modules that are open: indentation, path so far, for tests.
+    let mut open: Vec<(usize, String, bool)> = Vec::new();
+    for (indent, line) in code.lines().map(|l| (l.len() - l.trim_start().len(), l.trim())) {
         if line.starts_with("#[") {
             attributes.push_str(line);
             continue;
@@ -106,8 +108,16 @@ fn mod_lines(code: &str) -> Vec<(String, bool)> {
         let item = line.strip_prefix("pub ").unwrap_or(line);
         let item =
             if item.starts_with("pub(") { item.split_once(") ").map_or(item, |(_, i)| i) } else { item };
-        if let Some(name) = item.strip_prefix("mod ").and_then(|i| i.strip_suffix(';')) {
-            found.push((name.trim_start_matches("r#").to_owned(), is_test_cfg(&attributes)));
+        let (outer, outer_test) = open.last().map_or(("", false), |(_, path, test)| (path.as_str(), *test));
+        let for_tests = outer_test || is_test_cfg(&attributes);
+        if let Some(module) = item.strip_prefix("mod ") {
+            if let Some(name) = module.strip_suffix(';') {
+                found.push((format!("{outer}{}", name.trim_start_matches("r#")), for_tests));
+            } else if let Some(name) = module.strip_suffix(" {") {
+                open.push((indent, format!("{outer}{name}/"), for_tests));
+            }
+        } else if line == "}" && open.last().is_some_and(|(at, ..)| *at == indent) {
+            open.pop();
         }
         attributes.clear();
     }
@@ -343,7 +353,7 @@ fn paths_are_spelled_out() {
 
 #[test]
 fn mod_lines_know_their_cfg() {
-    let code = "pub mod a;\n#[cfg(test)]\nmod b;\n#[cfg(all(test, not(x)))]\n#[doc(hidden)]\npub(crate) mod c;\nmod d {\n}\n#[cfg(feature = \"sim\")]\nmod e;";
+    let code = "pub mod a;\n#[cfg(test)]\nmod b;\n#[cfg(all(test, not(x)))]\n#[doc(hidden)]\npub(crate) mod c;\nmod d {\n}\n#[cfg(feature = \"sim\")]\nmod e;\nmod f {\n    mod g {\n        #[cfg(test)]\n        mod h;\n    }\n    mod i;\n}\nmod j;";
     let found: Vec<_> = mod_lines(code).into_iter().map(|(n, t)| format!("{n}{}", u8::from(t))).collect();
-    assert_eq!(found, ["a0", "b1", "c1", "e0"]);
+    assert_eq!(found, ["a0", "b1", "c1", "e0", "f/g/h1", "f/i0", "j0"]);
 }
