@@ -12,6 +12,7 @@ pub mod addr;
 pub mod alloc;
 pub mod cache;
 pub mod cow;
+pub mod create;
 pub mod entry;
 #[cfg(test)]
 mod entry_tests;

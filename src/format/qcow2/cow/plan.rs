@@ -189,6 +189,7 @@ fn gather(missing: &[Bytes]) -> SmallVec<[Bytes; 2]> {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "the lists are of ranges")]
 mod tests {
     use super::*;
 
