@@ -129,6 +129,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     let flags = ImageFlags {
         format: args.format.as_deref(),
         cache: Some(&args.cache),
+        discard: None,
         aio: if args.native { Some("io_uring") } else { args.aio.as_deref() },
         image_opts: args.image_opts,
         force_share: args.force_share,

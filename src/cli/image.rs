@@ -1,17 +1,25 @@
-//! Opening an image the way qemu-img's flags say it.
+//! Opening an image the way the flags of qemu-img and qemu-io say it.
+//!
+//! [`describe`] makes the option tree (file name, `json:`, or `--image-opts`), finding the format where none was given; [`open`] opens it and attaches a
+//! disk. Errors carry the text that follows `Could not open 'NAME': `.
 
+use super::probe;
 use crate::context::Context;
-use crate::error::{Error, Result};
-use crate::graph::Disk;
+use crate::error::{Code, Error, Result};
+use crate::graph::{Disk, find_driver};
 use crate::options::Options;
 use crate::sync::Arc;
+use serde_json::{Map, Value};
+use std::path::Path;
 
-/// What `-f`, `-t`, `-i`, `--image-opts` and `-U` say.
-#[derive(Debug, Default)]
+/// What `-f`, `-t`, `-i`, `-d`, `--image-opts`, `-r` and `-U` say.
+#[derive(Clone, Debug, Default)]
 pub(super) struct ImageFlags<'a> {
     pub(super) format: Option<&'a str>,
     pub(super) cache: Option<&'a str>,
     pub(super) aio: Option<&'a str>,
+    /// Whether discards deallocate; the driver's default if not given.
+    pub(super) discard: Option<bool>,
     pub(super) image_opts: bool,
     pub(super) force_share: bool,
     pub(super) read_only: bool,
@@ -25,28 +33,44 @@ pub(super) fn image_options(name: &str, flags: &ImageFlags<'_>) -> Result<Option
         }
         return Options::parse(name);
     }
-    let mut file = Options::empty();
-    file.set("driver", "file");
-    file.set("filename", name);
-    let cache = cache_mode(flags.cache.unwrap_or("writeback"))?;
-    file.set("cache.direct", if cache.direct { "on" } else { "off" });
-    file.set("cache.no-flush", if cache.no_flush { "on" } else { "off" });
-    if let Some(aio) = flags.aio {
-        file.set("aio", aio);
-    }
-    if flags.read_only {
-        file.set("read-only", "on");
-    }
-    if flags.force_share {
-        file.set("force-share", "on");
-    }
     let mut top = Options::empty();
     top.set("driver", flags.format.unwrap_or("raw"));
-    top.set("file", file);
+    top.set("file.driver", "file").set("file.filename", name);
+    set_file_options(&mut top, flags)?;
     Ok(top)
 }
 
+/// Puts what flags say where it belongs, without replacing what options say.
+fn set_file_options(top: &mut Options, flags: &ImageFlags<'_>) -> Result<()> {
+    let cache = cache_mode(flags.cache.unwrap_or("writeback"))?;
+    let mut set = |key: &str, value: &str| {
+        if !top.contains(key) {
+            top.set(key, value);
+        }
+    };
+    set("file.cache.direct", on_off(cache.direct));
+    set("file.cache.no-flush", on_off(cache.no_flush));
+    if let Some(aio) = flags.aio {
+        set("file.aio", aio);
+    }
+    if let Some(discard) = flags.discard {
+        set("file.discard", if discard { "unmap" } else { "ignore" });
+    }
+    if flags.read_only {
+        set("file.read-only", "on");
+    }
+    if flags.force_share {
+        set("file.force-share", "on");
+    }
+    Ok(())
+}
+
+const fn on_off(on: bool) -> &'static str {
+    if on { "on" } else { "off" }
+}
+
 /// A cache mode of qemu-img's `-t`.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct CacheMode {
     /// O_DIRECT.
     pub(super) direct: bool,
@@ -69,6 +93,21 @@ pub(super) fn cache_mode(name: &str) -> Result<CacheMode> {
     Ok(CacheMode { direct, no_flush, write_through })
 }
 
+/// Complains about options that the driver does not have, in the words of the tools. Whoever opens the image calls it last.
+fn check_known(spec: &ImageSpec) -> Result<()> {
+    let Some(driver) = find_driver(&spec.format) else { return Ok(()) };
+    let known = |key: &str| {
+        matches!(key, "driver" | "node-name" | "file" | "backing" | "read-only")
+            || driver.props.props.iter().any(|p| p.name == key || p.name.starts_with(&format!("{key}.")))
+    };
+    match spec.tree.keys().find(|key| !known(key)) {
+        None => Ok(()),
+        Some(key) => {
+            Err(Error::invalid(format!("Block format '{}' does not support the option '{key}'", spec.format)))
+        }
+    }
+}
+
 /// Opens `name` and attaches a disk of its own to it.
 pub(super) fn open_disk(ctx: &Context, name: &str, flags: &ImageFlags<'_>) -> Result<Arc<Disk>> {
     let graph = ctx.graph();
@@ -76,4 +115,301 @@ pub(super) fn open_disk(ctx: &Context, name: &str, flags: &ImageFlags<'_>) -> Re
     let disk = graph.add_disk("")?;
     graph.insert(&disk, Some(node))?;
     Ok(disk)
+}
+
+/// An image as the user named it, before it is opened.
+#[derive(Clone, Debug)]
+pub(super) struct ImageSpec {
+    /// Options of the top node; `driver` is there.
+    pub(super) tree: Options,
+    /// Name for output: the file's, or `json:` text where that does not say enough.
+    pub(super) name: String,
+    /// The file below the format, if it is one.
+    pub(super) path: Option<String>,
+    /// Driver of the top node.
+    pub(super) format: String,
+    /// The format was found by looking, not given.
+    pub(super) probed: bool,
+}
+
+/// Puts together what the user named, from a name or option text, flags, and options of the format (`open -o`). Looks at the file if no format was given.
+pub(super) fn describe(name: &str, flags: &ImageFlags<'_>, more: Option<Options>) -> Result<ImageSpec> {
+    let (mut tree, plain) = match (flags.image_opts, name.strip_prefix("json:")) {
+        (true, _) => (Options::parse(name)?, None),
+        (false, Some(json)) => (parse_json(json)?, None),
+        (false, None) => {
+            let path = name.strip_prefix("file:").unwrap_or(name);
+            let mut tree = Options::empty();
+            if !path.is_empty() {
+                tree.set("file.driver", "file").set("file.filename", path);
+            }
+            (tree, Some(path))
+        }
+    };
+    if let Some(more) = more {
+        merge(&mut tree, more)?;
+    }
+    if let Some(format) = flags.format {
+        tree.set("driver", format);
+    }
+    flatten_blockdev(&mut tree);
+    let explicit = tree.peek_str("driver").map(str::to_owned);
+    if let Some(driver) = &explicit
+        && find_driver(driver).is_none()
+    {
+        return Err(Error::not_found(format!("Unknown driver '{driver}'")));
+    }
+    if plain.is_some_and(str::is_empty) {
+        return Err(Error::invalid("The 'file' block driver requires a file name"));
+    }
+    if explicit.is_none() && !tree.contains("file") {
+        return Err(Error::invalid("Must specify either driver or file"));
+    }
+    let path = file_path(&tree);
+    if let Some(path) = &path {
+        check_file(path, flags.read_only)?;
+    }
+    let (format, probed) = match (explicit, &path) {
+        (Some(driver), _) => (driver, false),
+        (None, Some(path)) => (found_format(path)?, true),
+        (None, None) => ("raw".to_owned(), true),
+    };
+    tree.set("driver", format.as_str());
+    let name = match (plain, &path) {
+        (Some(name), _) => name.to_owned(),
+        (None, Some(path)) if is_plain(&tree) => path.clone(),
+        (None, _) => format!("json:{}", spaced(&tree.to_json())),
+    };
+    if tree.peek_str("file.driver") == Some("file") {
+        set_file_options(&mut tree, flags)?;
+    } else if matches!(format.as_str(), "raw" | "qcow2") && !tree.contains("file") {
+        return Err(Error::invalid("A block device must be specified for \"file\""));
+    }
+    Ok(ImageSpec { tree, name, path, format, probed })
+}
+
+fn parse_json(text: &str) -> Result<Options> {
+    Options::parse(text)
+        .map_err(|e| Error::invalid(format!("Could not parse the JSON options: {}", e.full_text())))
+}
+
+/// Adds options given beside a name; what is said twice is what was said last.
+fn merge(tree: &mut Options, more: Options) -> Result<()> {
+    fn add(to: &mut Map<String, Value>, from: Map<String, Value>) {
+        for (key, value) in from {
+            match (to.get_mut(&key), value) {
+                (Some(Value::Object(inner)), Value::Object(more)) => add(inner, more),
+                (_, value) => {
+                    to.insert(key, value);
+                }
+            }
+        }
+    }
+    let (Value::Object(mut to), Value::Object(from)) = (tree.to_json(), more.to_json()) else {
+        return Ok(());
+    };
+    add(&mut to, from);
+    *tree = Options::from_json(&Value::Object(to))?;
+    Ok(())
+}
+
+/// Options that QEMU hands down from a format to its file: they are moved there, since here they belong to the file.
+fn flatten_blockdev(tree: &mut Options) {
+    if tree.contains("file") && tree.peek_str("file").is_none() && !tree.contains("file.driver") {
+        tree.set("file.driver", "file");
+    }
+    if tree.peek_str("file.driver") != Some("file") {
+        return;
+    }
+    for key in ["cache.direct", "cache.no-flush", "force-share", "auto-read-only", "locking", "detect-zeroes"]
+    {
+        let Some(value) = tree.take_value(key) else { continue };
+        let below = format!("file.{key}");
+        if !tree.contains(&below) {
+            tree.set(&below, value);
+        }
+    }
+}
+
+/// Path of the file directly below the format.
+fn file_path(tree: &Options) -> Option<String> {
+    (tree.peek_str("file.driver") == Some("file"))
+        .then(|| tree.peek_str("file.filename").map(str::to_owned))
+        .flatten()
+}
+
+/// Whether a tree says no more than a format and a file name.
+fn is_plain(tree: &Options) -> bool {
+    tree.keys().all(|k| matches!(k, "driver" | "file" | "read-only"))
+}
+
+/// The same errors as opening it would give, in the words of the tools.
+fn check_file(path: &str, read_only: bool) -> Result<()> {
+    let at = |e: std::io::Error| could_not_open(path, &e);
+    let meta = std::fs::metadata(path).map_err(at)?;
+    if meta.is_dir() && read_only {
+        return Err(Error::invalid(format!("'file' driver requires '{path}' to be a regular file")));
+    }
+    let mut how = std::fs::OpenOptions::new();
+    if meta.is_file() || meta.is_dir() {
+        how.read(true).write(!read_only).open(path).map_err(at)?;
+    }
+    Ok(())
+}
+
+fn could_not_open(path: &str, e: &std::io::Error) -> Error {
+    Error::new(
+        e.raw_os_error().unwrap_or(libc::EIO),
+        Code::Io,
+        format!("Could not open '{path}': {}", errno_text(e.raw_os_error().unwrap_or(libc::EIO))),
+    )
+}
+
+fn found_format(path: &str) -> Result<String> {
+    let format = probe::probe_file(Path::new(path)).map_err(|e| could_not_open(path, &e))?;
+    match find_driver(format) {
+        Some(_) => Ok(format.to_owned()),
+        None => Err(Error::not_found(format!("Unknown driver '{format}'"))),
+    }
+}
+
+/// JSON on one line with a blank behind each comma and colon, as the tools print it.
+fn spaced(value: &Value) -> String {
+    match value {
+        Value::Object(map) => {
+            let pairs: Vec<String> =
+                map.iter().map(|(k, v)| format!("{}: {}", Value::from(k.as_str()), spaced(v))).collect();
+            format!("{{{}}}", pairs.join(", "))
+        }
+        Value::Array(list) => {
+            format!("[{}]", list.iter().map(spaced).collect::<Vec<_>>().join(", "))
+        }
+        scalar => scalar.to_string(),
+    }
+}
+
+/// What strerror(3) says, without Rust's number behind it.
+pub(super) fn errno_text(errno: i32) -> String {
+    let text = std::io::Error::from_raw_os_error(errno).to_string();
+    match text.rfind(" (os error") {
+        Some(at) => text[..at].to_owned(),
+        None => text,
+    }
+}
+
+/// An error as the tools would word it: causes behind colons, errno in words.
+pub(super) fn error_text(e: &Error, name: &str) -> String {
+    let text = e.full_text();
+    if e.code() == Code::Busy
+        && let Some(at) = text.find(": is another process using")
+    {
+        return format!("{}\nIs another process using the image [{name}]?", &text[..at]);
+    }
+    let mut out = text;
+    while let Some(at) = out.find(" (os error ") {
+        let end = out[at..].find(')').map_or(out.len(), |n| at + n + 1);
+        out.replace_range(at..end, "");
+    }
+    out
+}
+
+/// An open image.
+#[derive(Debug)]
+pub(super) struct Image {
+    pub(super) disk: Arc<Disk>,
+    pub(super) spec: ImageSpec,
+    ctx: Arc<Context>,
+}
+
+impl Image {
+    /// Opens what was described.
+    pub(super) fn open(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Self> {
+        check_known(&spec)?;
+        let graph = ctx.graph();
+        let node = graph.open(spec.tree.clone())?;
+        let disk = graph.add_disk("")?;
+        graph.insert(&disk, Some(node))?;
+        Ok(Self { disk, spec, ctx: ctx.clone() })
+    }
+
+    /// Length in bytes; a raw image ends with a whole sector, as QEMU counts it.
+    pub(super) fn size(&self) -> u64 {
+        let size = self.disk.size();
+        if self.spec.format == "raw" { size.next_multiple_of(SECTOR) } else { size }
+    }
+
+    /// Detaches the disk and closes what nobody uses any more; errors of bringing down what was held are returned.
+    pub(super) fn close(self) -> Result<()> {
+        let graph = self.ctx.graph();
+        graph.insert(&self.disk, None)?;
+        graph.remove_disk(&self.disk);
+        drop(self.disk);
+        graph.collect()
+    }
+}
+
+/// Unit of sizes in QEMU.
+pub(super) const SECTOR: u64 = 512;
+
+/// What both tools print when they had to find out that a writable image is raw.
+pub(super) fn warn_probed_raw(name: &str) {
+    eprintln!(
+        "WARNING: Image format was not specified for '{name}' and probing guessed raw.\n         \
+         Automatically detecting the format is dangerous for raw images, write operations on block 0 will be restricted.\n         \
+         Specify the 'raw' format explicitly to remove the restrictions."
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(name: &str, flags: &ImageFlags<'_>) -> Result<ImageSpec> {
+        describe(name, flags, None)
+    }
+
+    #[test]
+    fn a_missing_format_is_found_and_an_explicit_one_is_not_questioned() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let path = dir.path().join("a").display().to_string();
+        std::fs::write(&path, b"plain").expect("write");
+        let read = ImageFlags { read_only: true, ..Default::default() };
+        let found = spec(&path, &read).expect("described");
+        assert_eq!((found.format.as_str(), found.probed, found.name.as_str()), ("raw", true, path.as_str()));
+        std::fs::write(&path, b"KDMV").expect("write");
+        let e = spec(&path, &read).expect_err("not supported");
+        assert_eq!(e.to_string(), "Unknown driver 'vmdk'");
+        let raw = ImageFlags { format: Some("raw"), ..read };
+        assert!(!spec(&path, &raw).expect("described").probed);
+    }
+
+    #[test]
+    fn option_text_is_completed_and_errors_are_worded_as_the_tools_do() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let path = dir.path().join("a").display().to_string();
+        std::fs::write(&path, b"plain").expect("write");
+        let opts =
+            ImageFlags { image_opts: true, read_only: true, cache: Some("none"), ..Default::default() };
+        let found =
+            spec(&format!("driver=raw,file.filename={path},cache.direct=off"), &opts).expect("described");
+        let json = found.tree.to_json();
+        assert_eq!(
+            (&json["file"]["driver"], &json["file"]["cache"]["direct"]),
+            (&"file".into(), &"off".into())
+        );
+        assert_eq!((found.name, found.path), (path.clone(), Some(path.clone())));
+        let window = spec(&format!("driver=raw,file.filename={path},offset=512"), &opts).expect("described");
+        assert!(window.name.starts_with("json:{\"driver\": \"raw\""), "{}", window.name);
+        for (text, error) in [
+            ("driver=foo", "Unknown driver 'foo'".to_owned()),
+            ("read-only=on", "Must specify either driver or file".to_owned()),
+            ("driver=raw", "A block device must be specified for \"file\"".to_owned()),
+            (
+                "driver=raw,file.filename=/nofile",
+                "Could not open '/nofile': No such file or directory".to_owned(),
+            ),
+        ] {
+            assert_eq!(spec(text, &opts).expect_err(text).to_string(), error);
+        }
+    }
 }

@@ -5,11 +5,19 @@
 //! that clap refuses end with code 2.
 
 mod bench;
+mod compare;
 pub mod daemon;
 mod demo;
+mod getopt;
 mod image;
+mod info;
+mod io;
+mod map;
+mod probe;
 mod serve;
+mod size;
 mod sys;
+mod tool;
 mod workload;
 
 use clap::{Parser, Subcommand};
@@ -29,6 +37,18 @@ enum Command {
     Demo(demo::Args),
     /// Measures request rates, with the flags of qemu-img bench
     Bench(bench::Args),
+    /// Tells whether two images read the same, with the options of qemu-img compare
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Compare(Words),
+    /// Prints what an image is, with the options of qemu-img info
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Info(Words),
+    /// Prints where the data of an image lies, with the options of qemu-img map
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Map(Words),
+    /// Reads, writes and looks at an image by commands, with the commands and options of qemu-io
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Io(Words),
     /// Serves one disk over NBD
     Serve(serve::Args),
     /// Serves disks and runs backups over QMP, with the options of qemu-storage-daemon
@@ -40,11 +60,29 @@ enum Command {
     },
 }
 
+/// The words of a subcommand that reads them itself, the way the tool does whose place it takes.
+#[derive(Debug, clap::Args)]
+struct Words {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    words: Vec<String>,
+}
+
+/// What the program was started as, for messages.
+fn program() -> String {
+    let name = std::env::args_os().next().map(std::path::PathBuf::from);
+    let name = name.as_deref().and_then(std::path::Path::file_name);
+    name.map_or_else(|| "cobweb".to_owned(), |n| n.to_string_lossy().into_owned())
+}
+
 /// Parses the process's arguments and runs the subcommand.
 pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Compare(args) => Ok(compare::run(&args.words)),
+        Command::Info(args) => Ok(info::run(&args.words)),
+        Command::Map(args) => Ok(map::run(&args.words)),
+        Command::Io(args) => io::run(&args.words),
         Command::Serve(args) => serve::run(&args),
         Command::StorageDaemon { words } => daemon::run(words),
     };

@@ -143,6 +143,23 @@ impl Detached {
     }
 }
 
+/// Sends this process a signal.
+pub(super) fn raise(signal: i32) -> io::Result<()> {
+    // SAFETY: no pointers.
+    if unsafe { libc::raise(signal) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Reserves `len` bytes from `offset` on, which then belong to the file.
+pub(super) fn allocate(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let (offset, len) = (i64::try_from(offset), i64::try_from(len));
+    let (Ok(offset), Ok(len)) = (offset, len) else { return Err(io::Error::from_raw_os_error(libc::EFBIG)) };
+    // SAFETY: no pointers; the descriptor is open.
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), offset, len) } {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -55,7 +55,7 @@ const ARROWS: &[(&str, &str, &str)] = &[
     // Front doors.
     ("capi", "FOUNDATION WAIST COMPOSITION filter io export cli", "one file per C object"),
     ("export", "FOUNDATION WAIST COMPOSITION io", "the wire structs of NBD are shared with its client"),
-    ("cli", "FOUNDATION WAIST COMPOSITION filter io export", "serves disks"),
+    ("cli", "FOUNDATION WAIST COMPOSITION filter format io export", "serves disks, and looks into images"),
     ("sim", "*", "the simulator may use everything; nothing uses it"),
     ("lib", "*", "only says what is public"),
     ("bin", "cli", ""),

@@ -1,0 +1,246 @@
+//! `cobweb map`: where the data of an image lies.
+
+use super::getopt::Long;
+use super::image::{Image, ImageFlags, SECTOR, errno_text, error_text};
+use super::size::{self, SizeError};
+use super::tool::{Ended, Step, Tool};
+use crate::error::IoResult;
+use crate::format::raw::RawNode;
+use crate::node::{ExtentFlags, Node};
+use crate::queue::Cx;
+use crate::sync::Arc;
+use crate::units::ByteRange;
+use std::process::ExitCode;
+
+const HELP: &str =
+    "Usage: cobweb map [-f FMT | --image-opts] [--output human|json] [-s OFFSET] [-l LENGTH] [-U] FILE
+
+Prints which parts of an image hold data, and where.
+
+  -f, --format FMT           format of the image
+      --image-opts           the file is option text
+      --output human|json    text (only data), or every extent as JSON
+  -s, --start-offset OFFSET  begin here
+  -l, --max-length LENGTH    look at so many bytes
+  -U, --force-share          open the image although others write it";
+
+const LONG: &[Long] = &[
+    ("help", false, 'h'),
+    ("format", true, 'f'),
+    ("image-opts", false, 'I'),
+    ("output", true, 'J'),
+    ("start-offset", true, 's'),
+    ("max-length", true, 'l'),
+    ("force-share", false, 'U'),
+    ("object", true, 'O'),
+];
+
+/// One extent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Entry {
+    start: u64,
+    len: u64,
+    /// Layer that answers, counted from the top.
+    depth: u32,
+    present: bool,
+    zero: bool,
+    data: bool,
+    compressed: bool,
+    /// Where it lies as it is read, and in which file.
+    offset: Option<u64>,
+    file: Option<String>,
+}
+
+impl Entry {
+    /// Whether `next` continues this extent.
+    fn joins(&self, next: &Entry) -> bool {
+        let same = (self.depth, self.present, self.zero, self.data, self.compressed, &self.file)
+            == (next.depth, next.present, next.zero, next.data, next.compressed, &next.file);
+        same && match (self.offset, next.offset) {
+            (None, None) => true,
+            (Some(a), Some(b)) => a.checked_add(self.len) == Some(b),
+            _ => false,
+        }
+    }
+
+    fn json(&self) -> String {
+        let offset = self.offset.map_or(String::new(), |o| format!(", \"offset\": {o}"));
+        format!(
+            "{{ \"start\": {}, \"length\": {}, \"depth\": {}, \"present\": {}, \"zero\": {}, \"data\": {}, \"compressed\": {}{offset}}}",
+            self.start, self.len, self.depth, self.present, self.zero, self.data, self.compressed
+        )
+    }
+}
+
+/// Runs `cobweb map`.
+pub(super) fn run(words: &[String]) -> ExitCode {
+    map(words).map_or_else(|Ended(code)| code, |()| ExitCode::SUCCESS)
+}
+
+fn map(words: &[String]) -> Step {
+    let tool = Tool::new("map", 1, HELP);
+    let (mut format, mut image_opts, mut json, mut force_share) = (None, false, false, false);
+    let (mut start, mut length) = (0, None);
+    let operands = tool.words(words, "hf:s:l:U", LONG, |tool, letter, value| {
+        match letter {
+            'f' => format = Some(value),
+            'I' => image_opts = true,
+            'J' => json = tool.output(&value)?,
+            's' => start = number(tool, "start offset", &value)?,
+            'l' => length = Some(number(tool, "max length", &value)?),
+            'U' => force_share = true,
+            'O' => tool.object(&value)?,
+            _ => {}
+        }
+        Ok(())
+    })?;
+    let name = tool.one_file(operands)?;
+    tool.check_format(image_opts, format.as_deref())?;
+    let ctx = tool.context()?;
+    let flags = ImageFlags {
+        format: format.as_deref(),
+        image_opts,
+        force_share,
+        read_only: true,
+        ..Default::default()
+    };
+    let image = tool.open(&ctx, &name, &flags)?;
+    let end = length.map_or(image.size(), |l| image.size().min(start.saturating_add(l)));
+    if !json {
+        println!("{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to");
+    }
+    print_range(&tool, &image, start, end, json)?;
+    image.close().map_err(|e| tool.error(&error_text(&e, &name)))?;
+    ctx.close();
+    Ok(())
+}
+
+fn number(tool: &Tool, what: &str, word: &str) -> Step<u64> {
+    size::parse(word).map_err(|e| match e {
+        SizeError::Form => tool.error(&format!("Invalid {what} specified: '{word}'.")),
+        SizeError::Range => {
+            tool.error(&format!("Invalid {what} specified. Must be between 0 and {}.", i64::MAX))
+        }
+    })
+}
+
+fn print_range(tool: &Tool, image: &Image, start: u64, end: u64, json: bool) -> Step {
+    let mut printed = 0;
+    let mut print = |entry: &Entry| -> Step {
+        if json {
+            print!("{}{}", if printed == 0 { "[" } else { ",\n" }, entry.json());
+        } else if entry.data && !entry.zero {
+            let (Some(offset), Some(file)) = (entry.offset, &entry.file) else {
+                return Err(tool.error("File contains external, encrypted or compressed clusters."));
+            };
+            println!("{:<16}{:<16}{:<16}{file}", hex(entry.start), hex(entry.len), hex(offset));
+        }
+        printed += 1;
+        Ok(())
+    };
+    let mut held: Option<Entry> = None;
+    let mut at = start;
+    while at < end {
+        let next = entry_at(image, ByteRange { offset: at, len: end - at })
+            .map_err(|e| tool.error(&format!("Failed to read image metadata: {}", errno_text(e.errno))))?;
+        at += next.len;
+        match &mut held {
+            Some(last) if last.joins(&next) => last.len += next.len,
+            Some(last) => print(&std::mem::replace(last, next))?,
+            None => held = Some(next),
+        }
+    }
+    // A range without a byte is one extent without a byte, in JSON.
+    let last = held.unwrap_or(Entry { start, ..Entry::default() });
+    print(&last)?;
+    if json {
+        println!("]");
+    }
+    Ok(())
+}
+
+/// `%#x` of C, which has no prefix before a zero.
+fn hex(value: u64) -> String {
+    if value == 0 { "0".to_owned() } else { format!("{value:#x}") }
+}
+
+/// The extent at the start of `range`, which lies inside the image as its size is shown.
+fn entry_at(image: &Image, range: ByteRange) -> IoResult<Entry> {
+    let disk = &image.disk;
+    let size = disk.size();
+    if range.offset >= size {
+        // Between the end of a raw file and that of its last sector.
+        debug_assert!(range.end() <= size.next_multiple_of(SECTOR));
+        let file = image.spec.path.clone();
+        let offset = Some(range.offset);
+        return Ok(Entry {
+            start: range.offset,
+            len: range.len,
+            present: true,
+            zero: true,
+            offset,
+            file,
+            ..Entry::default()
+        });
+    }
+    let inside = ByteRange { len: range.len.min(size - range.offset), ..range };
+    disk.env()
+        .block_on(|cx| async move {
+            match disk.top() {
+                Some(top) => node_entry(&cx, top, inside).await,
+                None => Ok(Entry { len: inside.len, ..Entry::default() }),
+            }
+        })
+        .unwrap_or_else(|e| Err(e.as_io()))
+}
+
+/// What a node says of the start of `range`, with the place in a file where the node is one that knows it.
+async fn node_entry(cx: &Cx, node: Arc<dyn Node>, range: ByteRange) -> IoResult<Entry> {
+    if node.as_any().is::<RawNode>() {
+        let window = node.get("offset").and_then(|text| text.parse().ok()).unwrap_or(0);
+        let file = node.children().into_iter().find(|c| c.0 == "file").map(|c| c.1.node());
+        if let Some(file) = file {
+            let below = ByteRange { offset: range.offset + window, len: range.len };
+            let extent = cx.status(&*file, below).await?;
+            let zero = extent.is_zero();
+            return Ok(Entry {
+                start: range.offset,
+                len: extent.len,
+                present: true,
+                zero,
+                data: !zero,
+                offset: Some(below.offset),
+                file: file.get("filename"),
+                ..Entry::default()
+            });
+        }
+    }
+    let extent = cx.status(&*node, range).await?;
+    let zero = extent.is_zero();
+    let present = extent.flags.contains(ExtentFlags::ALLOCATED);
+    Ok(Entry {
+        start: range.offset,
+        len: extent.len,
+        depth: extent.depth,
+        present,
+        zero,
+        data: present && !zero,
+        compressed: extent.flags.contains(ExtentFlags::COMPRESSED),
+        ..Entry::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_join_where_state_and_place_go_on() {
+        let a = Entry { start: 0, len: 512, data: true, offset: Some(0), ..Entry::default() };
+        let next = |offset| Entry { start: 512, offset, ..a.clone() };
+        assert!(a.joins(&next(Some(512))));
+        assert!(!a.joins(&next(Some(1024))) && !a.joins(&next(None)));
+        assert!(!a.joins(&Entry { zero: true, ..next(Some(512)) }));
+        assert_eq!((hex(0), hex(16)), ("0".into(), "0x10".into()));
+    }
+}
