@@ -1,0 +1,25 @@
+//! `cobweb io`, `info`, `map`, `check`, `measure`, `compare`, `create` side by side with qemu-io and qemu-img: the same words, on the same files, give the
+//! same output, errors and exit codes. Only times and rates are not compared, and the program's name.
+//!
+//! The steps are in the `.txt` files next to this one; [`script`] says how they are written. A tool that is not installed makes its tests pass
+//! with a line on stderr, or fail if `CI` is set in the environment.
+#![cfg(feature = "cli")]
+
+mod script;
+
+use script::run;
+
+#[test]
+fn io_on_raw_images_says_and_does_what_qemu_io_does() {
+    run("raw_io", include_str!("raw_io.txt"), 45);
+}
+
+#[test]
+fn io_from_standard_input_and_open_commands_behave_like_those_of_qemu_io() {
+    run("raw_open", include_str!("raw_open.txt"), 40);
+}
+
+#[test]
+fn compare_map_and_info_of_raw_images_tell_what_qemu_img_tells() {
+    run("raw_img", include_str!("raw_img.txt"), 80);
+}

@@ -1,0 +1,231 @@
+//! Runs a script of steps with the real tools in one directory and with ours in another, and compares.
+//!
+//! A line is one of
+//! - `$ COMMAND`: prepares, with sh, in the directory of the real tools; then ours becomes a copy of it.
+//! - `$$ COMMAND`: the same in both directories, each for itself: for what a copy would not keep.
+//! - `io WORDS` or `img WORDS`: a step; `<<< TEXT` behind it is its standard input, with `\n` for a new line. Quotes group words.
+//! - `# COMMENT`, or nothing.
+//!
+//! After each step the files of both directories are compared, images of formats other than raw by `qemu-img compare` (their layout may differ).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// Runs `text`, which must have at least `least` steps: a test that lost its steps would not fail otherwise.
+pub fn run(name: &str, text: &str, least: usize) {
+    if !have("qemu-io") || !have("qemu-img") {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("tempdir");
+    let pair = Pair { real: dir.path().join("real"), ours: dir.path().join("ours") };
+    fs::create_dir(&pair.real).expect("mkdir");
+    fs::create_dir(&pair.ours).expect("mkdir");
+    let (mut steps, mut wrong) = (0, Vec::new());
+    for line in text.lines() {
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        } else if let Some(command) = line.strip_prefix("$$ ") {
+            shell(&pair.real, command);
+            shell(&pair.ours, command);
+        } else if let Some(command) = line.strip_prefix("$ ") {
+            shell(&pair.real, command);
+            pair.copy();
+        } else {
+            steps += 1;
+            if let Err(difference) = pair.step(line) {
+                wrong.push(format!("{name}: {line}\n{difference}"));
+                pair.copy();
+            }
+        }
+    }
+    assert!(steps >= least, "{name}: {steps} steps, expected {least}");
+    assert!(wrong.is_empty(), "{} of {steps} steps differ\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// Whether `name` can be run; loud if not.
+pub fn have(name: &str) -> bool {
+    let found = Command::new(name).arg("--version").output().is_ok();
+    if !found {
+        assert!(std::env::var_os("CI").is_none(), "{name} is not installed, and this is CI");
+        eprintln!("*** SKIPPED: {name} is not installed ***");
+    }
+    found
+}
+
+/// The directory of the real tools and ours.
+struct Pair {
+    real: PathBuf,
+    ours: PathBuf,
+}
+
+/// What a program left behind, made comparable.
+#[derive(PartialEq, Eq)]
+struct Seen {
+    code: String,
+    out: String,
+    err: String,
+}
+
+impl Pair {
+    fn copy(&self) {
+        fs::remove_dir_all(&self.ours).expect("rmdir");
+        let copied = Command::new("cp").arg("-a").args([&self.real, &self.ours]).status().expect("cp");
+        assert!(copied.success());
+    }
+
+    fn step(&self, line: &str) -> Result<(), String> {
+        let (line, input) = match line.split_once(" <<< ") {
+            Some((line, input)) => (line, input.replace("\\n", "\n")),
+            None => (line, String::new()),
+        };
+        let words = split(line);
+        let (tool, args) = words.split_first().expect("a tool");
+        let cobweb = env!("CARGO_BIN_EXE_cobweb");
+        let (real, ours) = match tool.as_str() {
+            "io" => (Command::new("qemu-io"), command(cobweb, &["io"])),
+            "img" => (Command::new("qemu-img"), Command::new(cobweb)),
+            other => panic!("no tool '{other}'"),
+        };
+        let real = seen(real, args, &self.real, &input);
+        let ours = seen(ours, args, &self.ours, &input);
+        let mut differences = String::new();
+        for (what, a, b) in
+            [("code", &real.code, &ours.code), ("out", &real.out, &ours.out), ("err", &real.err, &ours.err)]
+        {
+            if a != b {
+                differences.push_str(&format!("  {what} of the real tool:\n{a}\n  ours:\n{b}\n"));
+            }
+        }
+        for name in self.different_files() {
+            differences.push_str(&format!("  {name} differs\n"));
+        }
+        if differences.is_empty() { Ok(()) } else { Err(differences) }
+    }
+
+    fn different_files(&self) -> Vec<String> {
+        let list = |dir: &Path| {
+            let mut names: Vec<String> = fs::read_dir(dir)
+                .expect("readdir")
+                .map(|e| e.expect("entry").file_name().to_string_lossy().into_owned())
+                .collect();
+            names.sort();
+            names
+        };
+        let (real, ours) = (list(&self.real), list(&self.ours));
+        if real != ours {
+            return vec![format!("{real:?} and {ours:?}:")];
+        }
+        // A backing file is compared as itself, so each image is looked at without its own.
+        real.into_iter().filter(|n| !same_content(&self.real.join(n), &self.ours.join(n))).collect()
+    }
+}
+
+fn same_content(a: &Path, b: &Path) -> bool {
+    if !a.is_file() {
+        return true;
+    }
+    let cmp = Command::new("cmp").arg("-s").args([a, b]).status().expect("cmp");
+    if cmp.success() {
+        return true;
+    }
+    let mut head = [0; 4];
+    let is_qcow2 = |p: &Path, head: &mut [u8; 4]| {
+        use std::io::Read;
+        fs::File::open(p).and_then(|mut f| f.read_exact(head)).is_ok() && head == b"QFI\xfb"
+    };
+    is_qcow2(a, &mut head)
+        && is_qcow2(b, &mut head)
+        && Command::new("qemu-img")
+            .args(["compare", "-q", "-U"])
+            .args([a, b])
+            .status()
+            .expect("qemu-img")
+            .success()
+}
+
+fn command(program: &str, args: &[&str]) -> Command {
+    let mut c = Command::new(program);
+    c.args(args);
+    c
+}
+
+fn seen(mut command: Command, args: &[String], dir: &Path, input: &str) -> Seen {
+    use std::io::Write;
+    let mut child = command
+        .args(args)
+        .current_dir(dir)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the tool starts");
+    // A program that ends before it has read everything is no error here.
+    let _ = child.stdin.take().expect("a pipe").write_all(input.as_bytes());
+    let Output { status, stdout, stderr } = child.wait_with_output().expect("the tool ends");
+    let text = |bytes: &[u8]| normal(&String::from_utf8_lossy(bytes));
+    Seen { code: format!("{status}").replace(" (core dumped)", ""), out: text(&stdout), err: text(&stderr) }
+}
+
+/// Takes times, rates and the program's name out.
+fn normal(text: &str) -> String {
+    let mut out = String::new();
+    for line in text.split_inclusive('\n') {
+        let mut line = line.to_owned();
+        if let Some(at) = line.find(" ops; ") {
+            line.truncate(at + 6);
+            line.push_str("FIGURES\n");
+        }
+        let fields: Vec<&str> = line.trim_end().split(',').collect();
+        if fields.len() == 5 && fields.iter().all(|f| f.starts_with(|c: char| c.is_ascii_digit())) {
+            line = format!("{},{},FIGURES\n", fields[0], fields[1]);
+        }
+        for name in ["qemu-img", "qemu-io", "cobweb"] {
+            if let Some(rest) = line.strip_prefix(&format!("{name}: ")) {
+                line = format!("PROGRAM: {rest}");
+            } else if let Some(rest) = line.strip_prefix(&format!("{name} ")) {
+                line = format!("PROGRAM {rest}");
+            } else if let Some(rest) = line.strip_prefix(&format!("Try '{name} ")) {
+                line = format!("Try 'PROGRAM {rest}");
+            }
+        }
+        out.push_str(&line);
+    }
+    out
+}
+
+fn shell(dir: &Path, command: &str) {
+    let out = Command::new("sh").args(["-ec", command]).current_dir(dir).output().expect("sh");
+    assert!(out.status.success(), "{command}: {}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// Splits at blanks outside of quotes.
+fn split(line: &str) -> Vec<String> {
+    let (mut words, mut word, mut quote, mut open) = (Vec::new(), String::new(), None, false);
+    for c in line.chars() {
+        match (quote, c) {
+            (Some(q), c) if c == q => quote = None,
+            (None, '\'' | '"') => (quote, open) = (Some(c), true),
+            (None, ' ') => {
+                if open || !word.is_empty() {
+                    words.push(std::mem::take(&mut word));
+                }
+                open = false;
+            }
+            (_, c) => word.push(c),
+        }
+    }
+    if open || !word.is_empty() {
+        words.push(word);
+    }
+    words
+}
+
+#[test]
+fn words_and_figures_are_taken_apart() {
+    assert_eq!(split("io -c 'read 0 1' '' a"), ["io", "-c", "read 0 1", "", "a"]);
+    assert_eq!(
+        normal("64 KiB, 1 ops; 00.01 sec (x)\nqemu-io: a\n65536,1,0:00:00.00,1.5,2.5\n"),
+        "64 KiB, 1 ops; FIGURES\nPROGRAM: a\n65536,1,FIGURES\n"
+    );
+}
