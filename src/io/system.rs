@@ -59,6 +59,10 @@ impl EngineFactory for SystemEngines {
     fn run_blocking(&self, job: Box<dyn FnOnce() + Send>) {
         self.pool.run(job);
     }
+
+    fn shut_down(&self) {
+        self.pool.stop();
+    }
 }
 
 /// An environment over the real system, not started.

@@ -32,6 +32,12 @@ impl IoCell {
         }
     }
 
+    /// Nobody waits any more. A waker that is kept keeps its task, and with it the executor that has the operation.
+    pub(super) fn forget_waiter(&self) {
+        let waker = self.state.lock().waker.take();
+        drop(waker);
+    }
+
     /// The result, or registers the task to be woken.
     pub fn poll(&self, cx: &mut Context<'_>) -> Poll<IoResult> {
         let mut s = self.state.lock();

@@ -247,3 +247,11 @@ impl Future for IoFuture {
         this.cell.poll(cx)
     }
 }
+
+impl Drop for IoFuture {
+    fn drop(&mut self) {
+        if self.op.is_none() {
+            self.cell.forget_waiter();
+        }
+    }
+}

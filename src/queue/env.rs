@@ -22,6 +22,8 @@ pub trait EngineFactory: Send + Sync + fmt::Debug {
     fn open(&self, depth: u32) -> Result<Box<dyn Engine>>;
     /// Runs `job` on a thread that may block. Bounded threads; jobs queue.
     fn run_blocking(&self, job: Box<dyn FnOnce() + Send>);
+    /// The context ends: waits for threads, for a bounded time. Engines and calls that come later still work.
+    fn shut_down(&self) {}
 }
 
 /// Receives one line of log: level (0 error .. 3 debug), target, text (C20).
@@ -38,7 +40,8 @@ pub struct Env {
     pub(super) factory: Arc<dyn EngineFactory>,
     log: Option<LogSink>,
     execs: Mutex<Vec<Weak<Exec>>>,
-    idle: Mutex<Vec<Arc<Exec>>>,
+    /// Engines for blocking calls. Not executors: those hold the environment, which would never go then.
+    idle: Mutex<Vec<Box<dyn Engine>>>,
     orphans: Mutex<Vec<Arc<Exec>>>,
     workers: Mutex<Workers>,
     next_worker: AtomicUsize,
@@ -56,7 +59,7 @@ struct Workers {
 
 /// Engine depth of workers and blocking calls.
 const WORKER_DEPTH: u32 = 256;
-/// Executors kept for blocking calls.
+/// Engines kept for blocking calls.
 const IDLE_MAX: usize = 8;
 
 thread_local! {
@@ -118,7 +121,8 @@ impl Env {
         !self.stop.load(Ordering::Acquire) && !self.workers.lock().execs.is_empty()
     }
 
-    /// Ends the workers and waits for their threads. Tasks that are still waiting are dropped.
+    /// Ends the workers and waits for their threads. Tasks that are still waiting are dropped. Calls that come later on objects that the host still holds
+    /// run on its own thread and leave nothing behind.
     pub fn shut_down(&self) {
         self.stop.store(true, Ordering::SeqCst);
         let (execs, threads) = {
@@ -127,9 +131,12 @@ impl Env {
         };
         execs.iter().for_each(|e| e.notify());
         threads.into_iter().for_each(|t| t.join());
-        let idle = std::mem::take(&mut *self.idle.lock());
         let orphans = std::mem::take(&mut *self.orphans.lock());
+        execs.iter().chain(&orphans).for_each(|e| e.close());
+        // The flag is looked at under this lock before anything is put there.
+        let idle = std::mem::take(&mut *self.idle.lock());
         drop((execs, idle, orphans));
+        self.factory.shut_down();
     }
 
     /// The executor context for background work (round robin over the workers). Falls back to the first idle executor before `start`.
@@ -165,16 +172,16 @@ impl Env {
         }
         let idle = self.idle.lock().pop();
         let exec = match idle {
-            Some(e) => e,
+            Some(engine) => Exec::over(self, engine),
             None => Exec::new(self, WORKER_DEPTH)?,
         };
         let value = exec.block_on(body(Cx::new(exec.clone())));
         if exec.tasks() > 0 {
             exec.abandon();
-        } else {
+        } else if let Some(engine) = exec.into_engine() {
             let mut idle = self.idle.lock();
-            if idle.len() < IDLE_MAX {
-                idle.push(exec);
+            if idle.len() < IDLE_MAX && !self.stop.load(Ordering::SeqCst) {
+                idle.push(engine);
             }
         }
         Ok(value)
@@ -239,13 +246,23 @@ impl Env {
 
     pub(super) fn register(&self, exec: &Arc<Exec>) {
         let mut execs = self.execs.lock();
-        execs.retain(|e| e.strong_count() > 0);
+        if execs.len() == execs.capacity() {
+            execs.retain(|e| e.strong_count() > 0);
+        }
         execs.push(Arc::downgrade(exec));
     }
 
     pub(super) fn adopt(&self, exec: Arc<Exec>) {
-        self.orphans.lock().push(exec);
-        self.wait_begin();
+        {
+            let mut orphans = self.orphans.lock();
+            if !self.stop.load(Ordering::SeqCst) {
+                orphans.push(exec);
+                drop(orphans);
+                return self.wait_begin();
+            }
+        }
+        // There is no watchdog any more.
+        exec.close();
     }
 
     /// Drops orphans that have nothing left to do.

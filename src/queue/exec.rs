@@ -3,14 +3,16 @@
 use super::env::Env;
 use super::host::HostHook;
 use super::timer::Timers;
+use crate::error::IoError;
 use crate::io::{Completion, Engine, EngineOp, Notify, Tag};
 use crate::rt::Instant;
-use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, MutexGuard, Weak};
 use crossbeam::queue::SegQueue;
 use once_cell::sync::OnceCell;
 use std::fmt;
 use std::future::Future;
+use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::task::{Context, Poll, Wake, Waker};
@@ -18,6 +20,13 @@ use std::time::Duration;
 
 /// Polls per pass before it ends with the event fd signalled.
 pub const PASS_POLLS_MAX: usize = 512;
+
+/// Tasks run.
+const OPEN: u8 = 0;
+/// Tasks are being dropped, and no new ones are taken.
+const CLOSING: u8 = 1;
+/// No task has a future any more.
+const CLOSED: u8 = 2;
 
 type TaskFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 
@@ -36,6 +45,10 @@ pub struct Exec {
     last_pass_ns: AtomicU64,
     /// Tasks spawned and not yet ended.
     tasks: AtomicUsize,
+    /// The same tasks, so that the end of the context reaches those that nobody will ever wake.
+    list: Mutex<TaskList>,
+    /// [`OPEN`], then [`CLOSING`], then [`CLOSED`]; see [`Exec::close`].
+    life: AtomicU8,
     /// Nobody drives this executor any more; the watchdog does until its tasks have ended.
     orphan: AtomicBool,
     /// The host side, if a queue is bound to this executor.
@@ -51,6 +64,8 @@ pub(super) struct Driver {
 
 struct Task {
     exec: Arc<Exec>,
+    /// Its place in the list of the executor.
+    place: usize,
     queued: AtomicBool,
     future: Mutex<Option<TaskFuture>>,
 }
@@ -63,16 +78,35 @@ impl Wake for Task {
     fn wake_by_ref(self: &Arc<Self>) {
         // AcqRel: what the waker did before is seen by the poll that clears the flag.
         if !self.queued.swap(true, Ordering::AcqRel) {
-            self.exec.ready.push(self.clone());
-            self.exec.notify();
+            self.exec.push_ready(self.clone());
         }
     }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        // Nobody could wake it any more. A future that has ended has been taken out.
+        if self.future.get_mut().is_some() {
+            self.exec.unlist(self.place);
+        }
+    }
+}
+
+/// Tasks by place; places are used again.
+#[derive(Default)]
+struct TaskList {
+    places: Vec<Option<Weak<Task>>>,
+    free: Vec<usize>,
 }
 
 impl Exec {
     /// An executor over a new engine of `depth` operations.
     pub(crate) fn new(env: &Arc<Env>, depth: u32) -> crate::error::Result<Arc<Self>> {
-        let engine = env.factory.open(depth)?;
+        Ok(Self::over(env, env.factory.open(depth)?))
+    }
+
+    /// An executor over an engine that is there already.
+    pub(super) fn over(env: &Arc<Env>, engine: Box<dyn Engine>) -> Arc<Self> {
         let exec = Arc::new(Self {
             env: env.clone(),
             notify: engine.notify(),
@@ -83,11 +117,18 @@ impl Exec {
             awake: AtomicBool::new(false),
             last_pass_ns: AtomicU64::new(0),
             tasks: AtomicUsize::new(0),
+            list: Mutex::default(),
+            life: AtomicU8::new(OPEN),
             orphan: AtomicBool::new(false),
             host: OnceCell::new(),
         });
         env.register(&exec);
-        Ok(exec)
+        exec
+    }
+
+    /// The engine of an executor that nobody uses any more; `None` if somebody does.
+    pub(super) fn into_engine(self: Arc<Self>) -> Option<Box<dyn Engine>> {
+        Arc::try_unwrap(self).ok().map(|exec| exec.drive.into_inner().engine)
     }
 
     /// The environment.
@@ -107,14 +148,96 @@ impl Exec {
 
     /// Starts a task. It is polled for the first time in the next pass.
     pub(crate) fn spawn(self: &Arc<Self>, future: TaskFuture) {
+        let mut list = self.list.lock();
+        // SeqCst, and written under the lock: `close` either finds the task in the list, or is seen here.
+        if self.life.load(Ordering::SeqCst) != OPEN {
+            drop(list);
+            return drop(future);
+        }
         self.tasks.fetch_add(1, Ordering::AcqRel);
+        let place = list.free.pop().unwrap_or_else(|| {
+            list.places.push(None);
+            list.places.len() - 1
+        });
         let task = Arc::new(Task {
             exec: self.clone(),
+            place,
             queued: AtomicBool::new(true),
             future: Mutex::new(Some(future)),
         });
+        list.places[place] = Some(Arc::downgrade(&task));
+        drop(list);
+        self.push_ready(task);
+    }
+
+    /// Never drops a future: wakers are called under locks of events, which futures that wait take when they are dropped.
+    fn push_ready(&self, task: Arc<Task>) {
         self.ready.push(task);
         self.notify();
+        // After the SeqCst swap in `notify`. Partner: the store and the swap at the end of `close`; either the last look there finds the task, or this one
+        // sees CLOSED, and then no task has a future.
+        if self.life.load(Ordering::SeqCst) == CLOSED {
+            self.forget_ready();
+        }
+    }
+
+    fn forget_ready(&self) {
+        while let Some(task) = self.ready.pop() {
+            drop(task);
+        }
+    }
+
+    /// The task of this place has ended or is gone.
+    fn unlist(&self, place: usize) {
+        let mut list = self.list.lock();
+        let task = list.places[place].take();
+        list.free.push(place);
+        drop(list);
+        drop(task);
+        self.tasks.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Drops all tasks and the engine, for good; what is spawned later is dropped at once. Tasks, events that wake them and operations that complete them hold
+    /// each other: without this an executor with a task that waits would never go, nor would what the task holds. Called when nobody drives the
+    /// executor any more. Waits for operations in flight as dropping an engine does: bounded.
+    pub(super) fn close(&self) {
+        let tasks: Vec<Weak<Task>> = {
+            let list = self.list.lock();
+            self.life.store(CLOSING, Ordering::SeqCst);
+            list.places.iter().flatten().cloned().collect()
+        };
+        for task in tasks.iter().filter_map(Weak::upgrade) {
+            // One that is being polled is dropped when that has ended.
+            if let Some(mut slot) = task.future.try_lock() {
+                let future = slot.take();
+                drop(slot);
+                self.end_task(&task, future);
+            }
+        }
+        self.life.store(CLOSED, Ordering::SeqCst);
+        // Orders this with the wakers, see `push_ready`.
+        self.awake.swap(true, Ordering::SeqCst);
+        self.forget_ready();
+        let timers = self.timers.lock().take_all();
+        drop(timers);
+        let Some(mut driver) = self.try_drive() else { return };
+        let engine = std::mem::replace(&mut driver.engine, Box::new(NoEngine(self.notify.clone())));
+        let (done, ops) = (std::mem::take(&mut driver.completions), std::mem::take(&mut driver.ops));
+        drop(driver);
+        let waiting = std::mem::take(&mut *self.outbox.lock());
+        drop((engine, done, ops, waiting));
+    }
+
+    /// A task has ended, or is ended. Dropping the future tells whoever waits (a request's completion, an in-flight entry). A panic in a destructor is caught
+    /// like any other.
+    fn end_task(&self, task: &Task, future: Option<TaskFuture>) {
+        if future.is_none() {
+            return;
+        }
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(future))) {
+            self.env.report_panic(&payload);
+        }
+        self.unlist(task.place);
     }
 
     /// Makes sure that somebody looks at this executor.
@@ -298,14 +421,10 @@ impl Exec {
                 true
             }
         };
-        if ended {
-            // Dropping the future tells whoever waits (a request's completion, an in-flight entry). A panic in a destructor is caught like any other.
+        if ended || self.life.load(Ordering::SeqCst) != OPEN {
             let future = slot.take();
             drop(slot);
-            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(future))) {
-                self.env.report_panic(&payload);
-            }
-            self.tasks.fetch_sub(1, Ordering::AcqRel);
+            self.end_task(&task, future);
         }
     }
 
@@ -321,6 +440,44 @@ impl Exec {
             driver.engine.push(op);
         }
     }
+}
+
+/// What a closed executor has: takes nothing, gives nothing.
+#[derive(Debug)]
+struct NoEngine(Arc<dyn Notify>);
+
+impl Engine for NoEngine {
+    fn push(&mut self, op: EngineOp) {
+        if let Tag::Task(cell) = op.tag {
+            cell.complete(Err(IoError::cancelled()));
+        }
+    }
+
+    fn kick(&mut self) {}
+
+    fn reap(&mut self, _out: &mut Vec<Completion>) {}
+
+    fn wait(&mut self, _timeout: Option<Duration>) {}
+
+    fn in_flight(&self) -> usize {
+        0
+    }
+
+    fn notify(&self) -> Arc<dyn Notify> {
+        self.0.clone()
+    }
+
+    fn event_fd(&mut self) -> std::io::Result<RawFd> {
+        Err(std::io::Error::from_raw_os_error(libc::ESHUTDOWN))
+    }
+
+    fn clear_event(&mut self) {}
+
+    fn arm(&mut self, _on: bool) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn set_timer(&mut self, _at: Option<Instant>, _now: Instant) {}
 }
 
 impl fmt::Debug for Exec {

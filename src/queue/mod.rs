@@ -10,13 +10,15 @@
 //! - A pass is bounded ([`PASS_POLLS_MAX`]); if work is left the event fd stays signalled.
 //! - *No queue stops another*: a task that waits for work of others holds a [`Cx::waiting`] guard; while there is one, a worker looks every
 //!   5 ms for executors that have had no pass for that long and drives them ([`watchdog`]). With nobody waiting no timer runs.
+//! - Nothing outlives the end of the context ([`Env::shut_down`]) but what the host still holds: tasks that wait are dropped with what they hold, engines and
+//!   threads are gone when it returns, except for what hangs in the kernel.
 //! - Dropping a future never frees memory of an operation in flight: the engine owns it.
 //!
 //! Wake-ups: `awake` is the flag of an executor. A waker sets it and writes the engine's eventfd only if it was clear. A pass
 //! sets it before it looks and clears it before it looks for the last time, so a wake-up either is seen by the pass or
 //! writes the fd. Partner orderings are named at the accesses (`exec.rs`).
 //!
-//! Locks: `drive` (the token; only `try_lock` by anyone but the owner), then `outbox`, `timers`, `done`, all leaf locks held for a few instructions.
+//! Locks: `drive` (the token; only `try_lock` by anyone but the owner), then `outbox`, `timers`, `list`, `done`, all leaf locks held for a few instructions.
 //!
 //! Start reading at `exec.rs`, then `host.rs`.
 

@@ -21,6 +21,11 @@ impl Timers {
         self.map.first_key_value().map(|(k, _)| k.0)
     }
 
+    /// Takes all timers out. To be dropped without the lock: a waker may be the last to hold its task.
+    pub(super) fn take_all(&mut self) -> impl Sized + use<> {
+        std::mem::take(&mut self.map)
+    }
+
     /// Removes and returns the wakers that are due.
     pub(super) fn take_due(&mut self, now: Instant) -> Vec<Waker> {
         let mut due = Vec::new();

@@ -5,6 +5,7 @@ use super::{STOP_MAX, THREADS_MAX};
 use crate::io::file::sys;
 use crate::rt::{Join, Runtime};
 use crate::sync::{Arc, Condvar, Mutex};
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -80,8 +81,14 @@ impl Pool {
     }
 }
 
+thread_local! {
+    /// The pool whose thread this is, for the case that its last user goes on it.
+    static POOL: Cell<*const Shared> = const { Cell::new(std::ptr::null()) };
+}
+
 impl Shared {
     fn work(&self) {
+        POOL.set(self);
         let mut s = self.state.lock();
         loop {
             if let Some((priority, job)) = s.jobs.pop_front() {
@@ -103,15 +110,17 @@ impl Shared {
     }
 }
 
-impl Drop for Pool {
-    /// Waits for the threads, but not for one that hangs in a system call: it keeps what it works on and ends by itself.
-    fn drop(&mut self) {
+impl Pool {
+    /// Ends the threads and waits for them, but not for one that hangs in a system call: it keeps what it works on and ends by itself. Nor for the caller, if
+    /// it is one of them. Work that comes later is done by threads that end after it.
+    pub fn stop(&self) {
         self.timers.stop();
+        let own = usize::from(std::ptr::eq(POOL.get(), &*self.shared));
         let mut s = self.shared.state.lock();
         s.stop = true;
         self.shared.work.notify_all();
         let until = self.runtime.clock.now().after(STOP_MAX);
-        while s.threads > 0 {
+        while s.threads > own {
             let left = until.since(self.runtime.clock.now());
             if left.is_zero() {
                 return;
@@ -120,7 +129,15 @@ impl Drop for Pool {
         }
         let handles = std::mem::take(&mut s.handles);
         drop(s);
-        handles.into_iter().for_each(|h| h.join());
+        if own == 0 {
+            handles.into_iter().for_each(|h| h.join());
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 
@@ -205,6 +222,26 @@ mod tests {
         let shared = pool.shared.clone();
         drop(pool);
         assert_eq!(shared.state.lock().threads, 0);
+    }
+
+    #[test]
+    fn the_job_that_is_the_last_user_of_the_pool_does_not_wait_for_itself() {
+        let pool = Pool::new(&real::runtime());
+        let (shared, clock) = (pool.shared.clone(), pool.runtime.clock.clone());
+        let (tell, told) = std::sync::mpsc::channel();
+        let (give, take) = std::sync::mpsc::channel::<Arc<Pool>>();
+        pool.run(Box::new(move || {
+            let last = take.recv().expect("handed over");
+            let began = clock.now();
+            drop(last);
+            tell.send(clock.now().since(began)).expect("the test waits");
+        }));
+        give.send(pool).expect("it runs");
+        let took = told.recv().expect("it ends");
+        assert!(took < STOP_MAX, "{took:?}");
+        while shared.state.lock().threads > 0 {
+            std::thread::yield_now();
+        }
     }
 
     #[test]
