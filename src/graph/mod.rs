@@ -12,6 +12,8 @@ mod disk;
 mod network;
 mod open;
 mod registry;
+#[cfg(test)]
+mod tests;
 mod turn;
 
 pub use counters::{IoCounters, IoTotals};

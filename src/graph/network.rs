@@ -51,9 +51,9 @@ impl Graph {
         &self.throttle_groups
     }
 
-    /// Opens a node and all its inline children from options. May block.
+    /// Opens a node and all its inline children from options; on an error none of them is left. May block.
     pub fn open(self: &Arc<Self>, options: Options) -> Result<Arc<Vertex>> {
-        open::open_vertex(self, options, 0)
+        open::open_vertex(self, options)
     }
 
     /// Registers a node made elsewhere (host backends). `name` empty: generated.
@@ -99,6 +99,22 @@ impl Graph {
         }
         self.names.lock().nodes.remove(name);
         Ok(())
+    }
+
+    /// [`Graph::forget_node`] for a node that holds nothing any more, with the nodes that were opened inside its options; those that somebody uses stay.
+    pub fn forget_unused(&self, vertex: &Arc<Vertex>) {
+        self.forget_below(vertex, 0);
+    }
+
+    fn forget_below(&self, vertex: &Arc<Vertex>, depth: usize) {
+        if depth > crate::limits::GRAPH_DEPTH_MAX || self.forget_node(vertex).is_err() {
+            return;
+        }
+        for (_, edge) in vertex.base().children() {
+            if let Some(child) = edge.vertex().filter(|v| v.is_inline()) {
+                self.forget_below(child, depth + 1);
+            }
+        }
     }
 
     /// Whether a node of this name could be added.
@@ -206,10 +222,19 @@ impl Graph {
     /// Opens a filter from `options` and puts it above `place` for all users. May block.
     pub fn filter_add(self: &Arc<Self>, place: &Arc<Vertex>, options: Options) -> Result<Arc<Vertex>> {
         let filter = open::open_filter(self, place, options)?;
-        self.env.block_on(|cx| async move {
-            self.drained(&cx, std::slice::from_ref(place), || place.push_filter(filter.clone())).await;
-            filter
-        })
+        let added = self.env.block_on(|cx| {
+            let filter = filter.clone();
+            async move {
+                self.drained(&cx, std::slice::from_ref(place), || place.push_filter(filter)).await;
+            }
+        });
+        match added {
+            Ok(()) => Ok(filter),
+            Err(e) => {
+                self.forget_unused(&filter);
+                Err(e)
+            }
+        }
     }
 
     /// Opens a filter above what is on top of `place` now, without putting it there. Before it goes in ([`Vertex::push_filter`], in a

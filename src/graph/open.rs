@@ -9,7 +9,7 @@ use crate::limits::GRAPH_DEPTH_MAX;
 use crate::node::{Edge, Node, Vertex};
 use crate::options::{Child, Options};
 use crate::queue::Env;
-use crate::sync::Arc;
+use crate::sync::{Arc, Mutex};
 
 /// What a driver's open function gets beside its options.
 pub struct OpenCx<'a> {
@@ -17,6 +17,8 @@ pub struct OpenCx<'a> {
     depth: usize,
     name: &'a str,
     below: Option<Arc<dyn Node>>,
+    /// Children opened so far, to be closed again if the node cannot be.
+    inline: Mutex<Vec<Arc<Vertex>>>,
 }
 
 impl OpenCx<'_> {
@@ -54,7 +56,10 @@ impl OpenCx<'_> {
             None | Some(Child::Null) => Ok(None),
             Some(Child::Name(name)) => Ok(Some(Edge::to_vertex(self.graph.place(&name)?))),
             Some(Child::Inline(inline)) => {
-                Ok(Some(Edge::to_vertex(open_vertex(self.graph, inline, self.depth + 1)?)))
+                let child = open(self.graph, inline, self.depth + 1, None)?;
+                child.set_inline();
+                self.inline.lock().push(child.clone());
+                Ok(Some(Edge::to_vertex(child)))
             }
         }
     }
@@ -76,8 +81,9 @@ pub fn split_driver(options: &mut Options) -> Result<(String, String)> {
     Ok((driver, name))
 }
 
-pub(super) fn open_vertex(graph: &Arc<Graph>, options: Options, depth: usize) -> Result<Arc<Vertex>> {
-    open(graph, options, depth, None)
+/// Opens a node and its inline children, or nothing.
+pub(super) fn open_vertex(graph: &Arc<Graph>, options: Options) -> Result<Arc<Vertex>> {
+    open(graph, options, 0, None)
 }
 
 /// Opens a filter whose `file` is what is on top of `place` now.
@@ -101,6 +107,12 @@ fn open(
         return Err(Error::invalid(format!("driver '{}' is not a filter", driver.name)));
     }
     let name = if name.is_empty() { graph.generated_name() } else { graph.checked_node_name(&name)? };
-    let node = (driver.open)(&OpenCx { graph, depth, name: &name, below }, options)?;
-    graph.insert_node(name, node)
+    let cx = OpenCx { graph, depth, name: &name, below, inline: Mutex::default() };
+    let opened = (driver.open)(&cx, options).and_then(|node| graph.insert_node(name.clone(), node));
+    if opened.is_err() {
+        // The node itself is gone by now, so that nobody uses them but who has found them by name in the short time since.
+        let children = cx.inline.into_inner();
+        children.iter().rev().for_each(|child| graph.forget_unused(child));
+    }
+    opened
 }

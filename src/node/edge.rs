@@ -6,6 +6,7 @@
 //! (S1); readers therefore take one atomic load and never see half of a change.
 
 use super::Node;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Mutex};
 use arc_swap::{ArcSwap, Guard};
 use std::fmt;
@@ -17,6 +18,7 @@ pub struct Vertex {
     top: ArcSwap<Arc<dyn Node>>,
     /// Filters above `base`, lowest first; changed only inside a drained section.
     filters: Mutex<Vec<Arc<Vertex>>>,
+    inline: AtomicBool,
 }
 
 impl Vertex {
@@ -27,7 +29,18 @@ impl Vertex {
             top: ArcSwap::from_pointee(node.clone()),
             base: node,
             filters: Mutex::new(Vec::new()),
+            inline: AtomicBool::new(false),
         })
+    }
+
+    /// The node was described inside the options of another one, and goes with it.
+    pub fn set_inline(&self) {
+        self.inline.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether [`Vertex::set_inline`] was called.
+    pub fn is_inline(&self) -> bool {
+        self.inline.load(Ordering::Relaxed)
     }
 
     /// The node's name, unique in its context.

@@ -72,13 +72,9 @@ impl Objects {
         if name.is_empty() {
             return Err(options.missing("node-name"));
         }
-        let opened = self.graph().open(options);
-        match &opened {
-            Ok(_) => drop(self.state.lock().named.insert(name)),
-            // Nodes inside its options may have been opened before it failed.
-            Err(_) => self.collect_nodes()?,
-        }
-        opened.map(drop)
+        self.graph().open(options)?;
+        self.state.lock().named.insert(name);
+        Ok(())
     }
 
     /// Closes a node that nobody uses, and the nodes that were described inside its options. May block.

@@ -289,10 +289,8 @@ impl Backup {
     }
 
     fn forget(&self, node: &Arc<Vertex>) {
-        if let Err(e) = self.graph.forget_node(node) {
-            // Somebody has built on it: it lives until they let go.
-            self.graph.env().log(1, "backup", &e.full_text());
-        }
+        // If somebody has built on it, it lives until they let go.
+        self.graph.forget_unused(node);
     }
 
     /// Keeps what can be asked about after the end.
