@@ -1,7 +1,9 @@
 //! Memory for parked data: taken from the system in large pieces and given back when they are empty.
 //!
 //! An [`Arena`] maps *chunks* of 2 MiB, aligned so that the kernel can back them with huge pages, and hands out runs of
-//! pages in powers of two (buddies). Two things decide its design. A page fault costs more than everything else on the
+//! pages in powers of two (buddies). Huge pages make transfers cheaper (one segment instead of sixteen for a granule), but one that the
+//! kernel has to make room for, or that a hypervisor below has to find memory for, was seen to take 6 ms: only spares, which are made ahead on a
+//! thread that nobody waits for, get them, and not for a while after a slow one. Two things decide its design. A page fault costs more than everything else on the
 //! way of a parked granule, so memory is used again at once, and chunks are filled up before another is begun. And a
 //! bound on memory must hold for what the process really occupies: a chunk goes back to the system when its last page is free (a few
 //! are kept while there is use for them), and no more than [`Arena::set_limit`] is ever mapped, because a request that finds no run of its
@@ -11,13 +13,15 @@
 //! is handed out holds whatever was there before.
 
 use super::{MemOwner, Segment};
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use crate::rt::Clock;
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::sync::{Arc, Mutex};
 use slab::Slab;
 use smallvec::SmallVec;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ptr::NonNull;
+use std::time::Duration;
 
 /// Size and alignment of the smallest run.
 pub const PAGE: usize = 4096;
@@ -34,7 +38,11 @@ const RUN_ORDER_MAX: usize = (RUN_MAX / PAGE).ilog2() as usize;
 /// Empty chunks kept for the next use; the rest goes back to the system at once.
 const SPARES_MAX: usize = 16;
 /// Empty chunks below which a growing user does well to have one made ready.
-const SPARES_READY: usize = 2;
+const SPARES_READY: usize = 4;
+/// A huge page that takes longer than this to come is not worth having: small ones cost less than 1 ms per chunk.
+const HUGE_SLOW: Duration = Duration::from_millis(1);
+/// Chunks that do with small pages after a slow huge one.
+const SMALL_AFTER_SLOW: u32 = 128;
 /// Chunk number of a run that came from the heap because the system refused a mapping.
 const HEAP: u32 = u32::MAX;
 
@@ -46,6 +54,8 @@ pub struct Arena {
     in_use: AtomicU64,
     /// A chunk was begun and few spares were left.
     hungry: AtomicBool,
+    /// Spares still to be made of small pages.
+    small: AtomicU32,
 }
 
 /// A run of pages; goes back to the arena when dropped.
@@ -94,6 +104,7 @@ impl Arena {
             mapped: AtomicU64::new(0),
             in_use: AtomicU64::new(0),
             hungry: AtomicBool::new(false),
+            small: AtomicU32::new(0),
         };
         arena.set_limit(limit);
         Arc::new(arena)
@@ -142,14 +153,22 @@ impl Arena {
         self.hungry.load(Relaxed) && self.hungry.swap(false, Relaxed)
     }
 
-    /// Maps a chunk and touches its pages, which takes a while, and keeps it for the next user.
-    pub fn add_spare(&self) {
+    /// Maps a chunk and touches its pages, which takes a while, and keeps it for the next user. Huge pages if they come quickly, as `clock` tells.
+    pub fn add_spare(&self, clock: &dyn Clock) {
         if !self.may_map() {
             return;
         }
-        let Some(base) = map_chunk() else { return };
+        let huge = self.small.load(Relaxed) == 0;
+        let Some(base) = map_chunk(huge) else { return };
         self.mapped.fetch_add(CHUNK as u64, Relaxed);
+        let begun = clock.now();
         populate(base);
+        if !huge {
+            // Relaxed, here and below: several may count at once and lose a step; nothing depends on the number.
+            self.small.store(self.small.load(Relaxed).saturating_sub(1), Relaxed);
+        } else if clock.now().since(begun) > HUGE_SLOW {
+            self.small.store(SMALL_AFTER_SLOW, Relaxed);
+        }
         let mut state = self.state.lock();
         if state.spares.len() < SPARES_MAX {
             state.spares.push(base);
@@ -209,7 +228,8 @@ impl Arena {
         let base = match state.spares.pop() {
             Some(base) => base,
             None if beyond || self.may_map() => {
-                let Some(base) = map_chunk() else { return false };
+                // Somebody waits: small pages come one by one, a huge one may take as long as many requests.
+                let Some(base) = map_chunk(false) else { return false };
                 self.mapped.fetch_add(CHUNK as u64, Relaxed);
                 base
             }
@@ -340,7 +360,7 @@ fn page_at(base: NonNull<u8>, page: usize) -> NonNull<u8> {
 }
 
 /// A mapping of one chunk, aligned to its size; `None` if the system refuses.
-fn map_chunk() -> Option<NonNull<u8>> {
+fn map_chunk(huge: bool) -> Option<NonNull<u8>> {
     let len = 2 * CHUNK;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -360,8 +380,8 @@ fn map_chunk() -> Option<NonNull<u8>> {
         if head < CHUNK {
             libc::munmap(base.add(CHUNK).cast(), CHUNK - head);
         }
-        // Advice only: without huge pages everything works, with more page faults.
-        libc::madvise(base.cast(), CHUNK, libc::MADV_HUGEPAGE);
+        // Advice only: everything works without, with more page faults, or with longer ones.
+        libc::madvise(base.cast(), CHUNK, if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE });
         base
     };
     NonNull::new(base)
@@ -434,8 +454,8 @@ const _: () = assert!(crate::limits::BATCH_LEN <= RUN_MAX as u64);
 mod tests {
     use super::*;
     use crate::request::Buffers;
-    use crate::rt::Rng;
     use crate::rt::real::SplitMix;
+    use crate::rt::{Instant, Rng};
 
     /// The runs of one request, as a user holds them.
     fn buffers(arena: &Arc<Arena>, len: usize) -> Buffers {
@@ -553,6 +573,40 @@ mod tests {
         assert_eq!(arena.in_use(), 0);
     }
 
+    /// A clock that moves on by itself.
+    #[derive(Debug, Default)]
+    struct Steps {
+        now: AtomicU64,
+        step: u64,
+    }
+
+    impl Clock for Steps {
+        fn now(&self) -> Instant {
+            Instant(self.now.fetch_add(self.step, Relaxed))
+        }
+
+        fn wall_ns(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn after_a_slow_huge_page_spares_are_made_of_small_ones_for_a_while() {
+        let arena = Arena::new(64 << 20);
+        arena.add_spare(&Steps::default());
+        assert_eq!(arena.small.load(Relaxed), 0, "huge pages that come at once are kept");
+        let slow = Steps { step: 2 * HUGE_SLOW.as_nanos() as u64, ..Steps::default() };
+        arena.add_spare(&slow);
+        assert_eq!(arena.small.load(Relaxed), SMALL_AFTER_SLOW);
+        arena.add_spare(&slow);
+        assert_eq!(
+            arena.small.load(Relaxed),
+            SMALL_AFTER_SLOW - 1,
+            "that one was small: its time says nothing"
+        );
+        assert_eq!(arena.mapped(), 3 * CHUNK as u64);
+    }
+
     #[test]
     fn a_spare_is_asked_for_when_the_arena_grows_and_used_by_the_next_request() {
         let arena = Arena::new(64 << 20);
@@ -560,7 +614,7 @@ mod tests {
         assert!(!arena.wants_spare(), "one chunk is no growth");
         let more: Vec<Buffers> = (0..2).map(|_| buffers(&arena, RUN_MAX)).collect();
         assert!(arena.wants_spare() && !arena.wants_spare(), "once");
-        arena.add_spare();
+        arena.add_spare(&Steps::default());
         let mapped = arena.mapped();
         let next: Vec<Buffers> = (0..3).map(|_| buffers(&arena, RUN_MAX)).collect();
         assert_eq!(arena.mapped(), mapped, "the spare was used");

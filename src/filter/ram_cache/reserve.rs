@@ -126,7 +126,8 @@ impl Account {
         if self.arena.wants_spare() {
             // The page faults of the next chunk happen on a thread that nobody waits for.
             let arena = self.arena.clone();
-            self.env.run_blocking(Box::new(move || arena.add_spare()));
+            let clock = self.env.runtime.clock.clone();
+            self.env.run_blocking(Box::new(move || arena.add_spare(&*clock)));
         }
         bufs
     }
