@@ -33,6 +33,8 @@ pub struct Grant {
 pub struct Runs {
     runs: VecDeque<Run>,
     left: u64,
+    /// Length of the run that was added last.
+    last_len: u64,
     next_len: u64,
     len_max: u64,
 }
@@ -40,7 +42,7 @@ pub struct Runs {
 impl Runs {
     /// No runs yet. The first is to be `first` bytes long, the longest `len_max`.
     pub fn new(first: u64, len_max: u64) -> Self {
-        Self { runs: VecDeque::new(), left: 0, next_len: first, len_max }
+        Self { runs: VecDeque::new(), left: 0, last_len: 0, next_len: first, len_max }
     }
 
     /// Bytes that can be handed out.
@@ -55,7 +57,7 @@ impl Runs {
 
     /// Whether it is time to reserve the next run, so that it is ripe when it is needed.
     pub fn wants_more(&self) -> bool {
-        self.left < self.next_len / 2
+        self.left < self.last_len / 2
     }
 
     /// The last run was used up: the next one is longer.
@@ -71,6 +73,7 @@ impl Runs {
     /// Adds a run behind the others.
     pub fn add(&mut self, run: Run) {
         self.left += run.rest.len;
+        self.last_len = run.rest.len;
         match self.runs.back_mut() {
             Some(last)
                 if last.rest.end() == run.rest.offset && last.zeroed == run.zeroed && last.cut == run.cut =>
@@ -154,10 +157,11 @@ mod tests {
         }
         assert_eq!(lens, [8, 16, 32, 32]);
         runs.add(run(0, 16, 1));
-        assert!(!runs.wants_more());
+        runs.take(8, 1);
+        assert!(!runs.wants_more(), "half is left");
         runs.take(1, 1);
         assert!(runs.wants_more());
         runs.shrink(2);
-        assert!(!runs.wants_more());
+        assert_eq!(runs.next_len(), 2);
     }
 }

@@ -136,6 +136,14 @@ impl Refcounts {
         self.entries.iter().enumerate().filter(|(_, word)| **word & !511 != 0).map(|(index, _)| index as u64)
     }
 
+    /// Whether a block lies in `range` of the file.
+    pub fn has_block_in(&self, range: ByteRange) -> bool {
+        let cluster = self.layout.cluster_size();
+        let at =
+            |word: &u64| ByteRange { offset: (word & !511).min(i64::MAX as u64 - cluster), len: cluster };
+        self.entries.iter().any(|word| word & !511 != 0 && at(word).overlaps(range))
+    }
+
     /// Blocks in RAM.
     pub fn loaded(&self) -> usize {
         self.blocks.len()
