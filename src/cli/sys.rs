@@ -160,6 +160,15 @@ pub(super) fn allocate(file: &File, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
+/// Gives free memory of all heaps back to the system, where the C library can.
+pub(super) fn trim_heap() {
+    // SAFETY: no arguments but a number; it may be called on any thread at any time.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -14,7 +14,7 @@ use super::event::{JobFacts, own, translate};
 use super::monitor::{Call, Connection, Step};
 use super::objects::Objects;
 use super::wire::Failure;
-use crate::cli::sys::{Interest, Signals, poll};
+use crate::cli::sys::{Interest, Signals, poll, trim_heap};
 use crate::error::{Error, Result};
 use crate::events::EventKind;
 use crate::export::nbd::Listener;
@@ -282,7 +282,7 @@ impl Service {
 
     /// Tells all connections, and one that is having its turn, what has happened.
     fn send_events_beside(&mut self, mut beside: Option<&mut Connection>) {
-        let mut messages = Vec::new();
+        let (mut messages, mut gone) = (Vec::new(), false);
         let context = self.objects.context();
         let clock = &*context.env().runtime.clock;
         for id in self.objects.take_gone() {
@@ -303,12 +303,17 @@ impl Service {
                 }
                 if event.value == Status::Null as u64 {
                     self.jobs.remove(&event.source);
+                    gone = true;
                 }
             }
             messages.extend(translate(&event, clock, facts));
         }
         for message in &messages {
             self.connections.values_mut().chain(beside.as_deref_mut()).for_each(|c| c.notify(message));
+        }
+        if gone {
+            // What a job took for its bookkeeping stays in the heaps of the threads that worked for it.
+            trim_heap();
         }
     }
 
