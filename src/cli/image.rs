@@ -6,7 +6,7 @@
 use super::probe;
 use crate::context::Context;
 use crate::error::{Code, Error, Result};
-use crate::graph::{Disk, find_driver};
+use crate::graph::{Disk, Graph, ImplicitOpen, find_driver};
 use crate::options::Options;
 use crate::sync::Arc;
 use serde_json::{Map, Value};
@@ -110,11 +110,18 @@ fn check_known(spec: &ImageSpec) -> Result<()> {
 
 /// Opens `name` and attaches a disk of its own to it.
 pub(super) fn open_disk(ctx: &Context, name: &str, flags: &ImageFlags<'_>) -> Result<Arc<Disk>> {
-    let graph = ctx.graph();
+    let graph = implicit(ctx);
     let node = graph.open(image_options(name, flags)?)?;
     let disk = graph.add_disk("")?;
     graph.insert(&disk, Some(node))?;
     Ok(disk)
+}
+
+/// The graph, told to open the files that images name: what scripts for QEMU's tools expect (C11).
+fn implicit(ctx: &Context) -> &Arc<Graph> {
+    let graph = ctx.graph();
+    graph.set_implicit_open(ImplicitOpen::Allow);
+    graph
 }
 
 /// An image as the user named it, before it is opened.
@@ -325,7 +332,7 @@ impl Image {
     /// Opens what was described.
     pub(super) fn open(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Self> {
         check_known(&spec)?;
-        let graph = ctx.graph();
+        let graph = implicit(ctx);
         let node = graph.open(spec.tree.clone())?;
         let disk = graph.add_disk("")?;
         graph.insert(&disk, Some(node))?;

@@ -9,6 +9,7 @@
 
 mod counters;
 mod disk;
+mod implicit;
 mod network;
 mod open;
 mod registry;
@@ -18,6 +19,7 @@ mod turn;
 
 pub use counters::{IoCounters, IoTotals};
 pub use disk::{Disk, DiskPass};
+pub use implicit::{Base, Chain, ImplicitOpen, NamedChild};
 pub use network::Graph;
 pub use open::{OpenCx, split_driver};
 pub use registry::{DRIVERS, Driver, find_driver};

@@ -1,6 +1,7 @@
 //! The named objects of a context, and changes of the graph.
 
 use super::disk::Disk;
+use super::implicit::ImplicitOpen;
 use super::open;
 use super::turn::Turn;
 use crate::error::{Error, Result};
@@ -9,7 +10,7 @@ use crate::limits::NODES_MAX;
 use crate::node::{Edge, Node, Vertex};
 use crate::options::Options;
 use crate::queue::{Cx, Env};
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use crate::sync::{Arc, Mutex};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,6 +22,7 @@ pub struct Graph {
     changes: Turn,
     next_name: AtomicU64,
     throttle_groups: Arc<ThrottleGroups>,
+    implicit_open: AtomicU8,
 }
 
 #[derive(Default)]
@@ -38,6 +40,7 @@ impl Graph {
             names: Mutex::default(),
             changes: Turn::default(),
             next_name: AtomicU64::new(0),
+            implicit_open: AtomicU8::new(0),
         })
     }
 
@@ -49,6 +52,16 @@ impl Graph {
     /// The named limits that `throttle` nodes share.
     pub fn throttle_groups(&self) -> &Arc<ThrottleGroups> {
         &self.throttle_groups
+    }
+
+    /// Whether names found inside images are opened where the options of a node do not say (`implicit-open`); deny unless it is changed (C11).
+    pub fn implicit_open(&self) -> ImplicitOpen {
+        ImplicitOpen::from_index(usize::from(self.implicit_open.load(Relaxed)))
+    }
+
+    /// Changes [`Graph::implicit_open`] for nodes opened from now on. For commands that stand in for QEMU's.
+    pub fn set_implicit_open(&self, policy: ImplicitOpen) {
+        self.implicit_open.store(policy as u8, Relaxed);
     }
 
     /// Opens a node and all its inline children from options; on an error none of them is left. May block.

@@ -1,5 +1,6 @@
 //! From options to nodes.
 
+use super::implicit::{Chain, ImplicitOpen, NamedChild};
 use super::network::Graph;
 use super::registry::find_driver;
 use crate::error::{Error, Result};
@@ -57,9 +58,7 @@ impl OpenCx<'_> {
             Some(Child::Name(name)) => Ok(Some(Edge::to_vertex(self.graph.place(&name)?))),
             Some(Child::Inline(inline)) => {
                 let child = open(self.graph, inline, self.depth + 1, None)?;
-                child.set_inline();
-                self.inline.lock().push(child.clone());
-                Ok(Some(Edge::to_vertex(child)))
+                Ok(Some(self.keep(child)))
             }
         }
     }
@@ -70,6 +69,51 @@ impl OpenCx<'_> {
             Some(edge) => Ok(edge),
             None => Err(options.missing(key)),
         }
+    }
+}
+
+impl OpenCx<'_> {
+    /// The options of a node that an image names, if that is allowed: by `policy`, or by the graph's default where the node does not say. `chain` has
+    /// the files of the chain so far. Errors name image, structure and name.
+    pub fn resolve_named(
+        &self,
+        named: &NamedChild<'_>,
+        policy: Option<ImplicitOpen>,
+        read_only: bool,
+        chain: &mut Chain,
+    ) -> Result<Options> {
+        let options = named.resolve(policy.unwrap_or(self.graph.implicit_open()), read_only)?;
+        if chain.len() > GRAPH_DEPTH_MAX {
+            return Err(named
+                .refuse(libc::ELOOP, format!("is the end of a chain of more than {GRAPH_DEPTH_MAX} files")));
+        }
+        if !chain.enter(&options) {
+            return Err(named.refuse(libc::ELOOP, "creates an infinite loop"));
+        }
+        Ok(options)
+    }
+
+    /// Opens a node from options that an image gave. Not for chains: see [`OpenCx::add`].
+    pub fn open_below(&self, options: Options) -> Result<Edge> {
+        Ok(self.keep(open(self.graph, options, self.depth + 1, None)?))
+    }
+
+    /// A name for a node that this open function makes itself.
+    pub fn new_name(&self) -> String {
+        self.graph.generated_name()
+    }
+
+    /// Gives a node that this open function made its place in the graph. Long chains are opened this way, one after the other, since opening one inside the
+    /// other would need a stack as deep as the chain.
+    pub fn add(&self, name: String, node: Arc<dyn Node>) -> Result<Edge> {
+        Ok(self.keep(self.graph.insert_node(name, node)?))
+    }
+
+    /// A child that lives and dies with the node.
+    fn keep(&self, child: Arc<Vertex>) -> Edge {
+        child.set_inline();
+        self.inline.lock().push(child.clone());
+        Edge::to_vertex(child)
     }
 }
 

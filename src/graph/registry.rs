@@ -3,6 +3,7 @@
 use super::open::OpenCx;
 use crate::error::Result;
 use crate::filter::{cbw, fault, passthrough, ram_cache, throttle};
+use crate::format::qcow2;
 use crate::format::raw::{RAW_PROPS, RawNode};
 use crate::io::file::{FILE_PROPS, FileNode};
 use crate::io::memory::{MEMORY_PROPS, MemoryNode};
@@ -50,6 +51,7 @@ pub static DRIVERS: &[Driver] = &[
     },
     Driver { name: "memory", is_filter: false, props: &MEMORY_PROPS, open: |_, o| Ok(MemoryNode::open(o)?) },
     Driver { name: "null-co", is_filter: false, props: &NULL_PROPS, open: |_, o| Ok(NullNode::open(o)?) },
+    Driver { name: "qcow2", is_filter: false, props: &qcow2::QCOW2_PROPS, open: qcow2::open::open },
     Driver { name: "raw", is_filter: false, props: &RAW_PROPS, open: RawNode::open },
 ];
 

@@ -36,7 +36,11 @@ const ARROWS: &[(&str, &str, &str)] = &[
         "FOUNDATION WAIST queue graph::OpenCx",
         "open functions are handed the graph, to open children in it",
     ),
-    ("format", "FOUNDATION WAIST queue graph::OpenCx", "the same"),
+    (
+        "format",
+        "FOUNDATION WAIST queue graph::OpenCx graph::Base graph::Chain graph::ImplicitOpen graph::NamedChild",
+        "the same, and names found inside images are opened by the graph's rules (C11)",
+    ),
     ("io", "FOUNDATION WAIST queue", "engines and leaves know tasks and tags"),
     // Composition and execution.
     (

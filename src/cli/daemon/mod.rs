@@ -91,6 +91,8 @@ pub(super) fn start_context(command: &'static str) -> Result<Arc<Context>> {
     };
     let context = Context::new(options, Some(Box::new(log)))?;
     context.start()?;
+    // As QEMU's daemon does (C11).
+    context.graph().set_implicit_open(crate::graph::ImplicitOpen::Allow);
     Ok(context)
 }
 

@@ -7,12 +7,20 @@
 //! than cluster 0.
 //!
 //! Metadata in RAM: [`l1`] (the active L1 table), [`cache`] (slices of L2 tables; what a commit takes from them).
+//!
+//! An open image: [`open`] (options to images, the chain below), [`settings`] (QEMU's option names), [`image`] (state that all requests share), `node` (the trait), [`map`]
+//! (guest range to runs), `read` (plans and slow reads), `decompress` (compressed clusters, kept for a while).
+//!
+//! Threads: everything here is used by several queues at once. Locks: those of the cache (see there), a few leaf locks for sections of some instructions (`header`,
+//! `last_error`, the list of decompressed clusters); none is held across an await.
 
 pub mod addr;
 pub mod alloc;
 pub mod cache;
+mod compress;
 pub mod cow;
 pub mod create;
+mod decompress;
 pub mod entry;
 #[cfg(test)]
 mod entry_tests;
@@ -22,11 +30,21 @@ mod flight;
 pub mod header;
 #[cfg(test)]
 mod header_tests;
+pub mod image;
 mod join;
 pub mod l1;
 pub mod layout;
 pub mod limits;
+pub mod map;
 mod meta_io;
+mod node;
+pub mod open;
+mod read;
 pub mod refcount;
+pub mod settings;
 #[cfg(test)]
 mod testing;
+
+pub use image::Image;
+pub use node::Qcow2Node;
+pub use settings::QCOW2_PROPS;

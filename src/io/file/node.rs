@@ -1,6 +1,6 @@
 //! The node over a file.
 
-use super::handle::FileHandle;
+use super::handle::{Aio, FileHandle};
 use super::sys;
 use crate::error::{IoError, IoResult};
 use crate::io::align::Aligner;
@@ -46,6 +46,11 @@ pub(super) struct Info {
     pub(super) page: u64,
     /// Whether the file had no data when it was opened.
     pub(super) is_hole: bool,
+    /// Values of the options `locking` and `force-share`.
+    pub(super) locking: &'static str,
+    pub(super) force_share: bool,
+    /// Device and inode.
+    pub(super) identity: (u64, u64),
 }
 
 /// What becomes of writes whose data is all zeros.
@@ -75,6 +80,11 @@ impl FileNode {
     /// The open file.
     pub fn handle(&self) -> &Arc<FileHandle> {
         &self.handle
+    }
+
+    /// Device and inode: the same for two nodes over one file.
+    pub fn identity(&self) -> (u64, u64) {
+        self.info.identity
     }
 
     /// What was opened, for messages.
@@ -388,6 +398,10 @@ impl Node for FileNode {
         match key {
             "filename" => Some(self.info.name.clone()),
             "read-only" => Some(if self.info.read_only { "on" } else { "off" }.to_owned()),
+            "cache.no-flush" => Some(on_off(self.info.no_flush)),
+            "force-share" => Some(on_off(self.info.force_share)),
+            "locking" => Some(self.info.locking.to_owned()),
+            "aio" => Some(if self.handle.aio() == Aio::Uring { "io_uring" } else { "threads" }.to_owned()),
             "cache.direct" => Some(if self.handle.is_direct() { "on" } else { "off" }.to_owned()),
             _ => None,
         }
@@ -396,6 +410,10 @@ impl Node for FileNode {
     fn as_any(&self) -> &dyn Any {
         self
     }
+}
+
+fn on_off(on: bool) -> String {
+    if on { "on" } else { "off" }.to_owned()
 }
 
 /// Data or hole at the start of `range`. A file system that cannot tell has data everywhere.

@@ -37,7 +37,7 @@ pub static FILE_PROPS: PropTable = PropTable {
         ),
         prop(
             "locking",
-            PropType::Enum(&["off", "on", "auto"]),
+            PropType::Enum(LOCKING),
             "auto",
             "image locks as QEMU takes them; auto: where they work",
         ),
@@ -45,6 +45,7 @@ pub static FILE_PROPS: PropTable = PropTable {
     ],
 };
 
+const LOCKING: &[&str] = &["off", "on", "auto"];
 const DISCARD: &[&str] = &["ignore", "off", "unmap", "on"];
 const DETECT_ZEROES: &[&str] = &["off", "on", "unmap"];
 /// Where the page of a file system is taken from its preferred block size, up to here; network file systems name sizes that are no blocks.
@@ -113,7 +114,7 @@ impl FileNode {
             _ if !discard => return Err(o.invalid("detect-zeroes", "is unmap, which needs discard=unmap")),
             _ => DetectZeroes::Unmap,
         };
-        let locking = o.take_enum("locking", &["off", "on", "auto"])?.unwrap_or(2);
+        let locking = o.take_enum("locking", LOCKING)?.unwrap_or(2);
         let force_share = o.take_bool("force-share")?.unwrap_or(false);
         if force_share && !read_only {
             return Err(o.invalid("force-share", "goes with read-only=on only"));
@@ -168,9 +169,22 @@ impl FileNode {
             is_block,
             page: cache_page(meta.blksize()),
             is_hole,
+            locking: LOCKING[locking],
+            force_share,
+            identity: (meta.dev(), meta.ino()),
         };
         Ok(Arc::new(Self::new(Arc::new(handle), info)))
     }
+}
+
+/// Device and inode of the file at `path`, if it can be told.
+pub fn identity_at(path: &Path) -> Option<(u64, u64)> {
+    std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()))
+}
+
+/// `path` without symbolic links, if it leads to something.
+pub fn real_path(path: &Path) -> Option<std::path::PathBuf> {
+    path.canonicalize().ok()
 }
 
 /// Offset and memory alignment of direct I/O in bytes: what the kernel says, else what is always enough.
