@@ -9,7 +9,8 @@
 //! Metadata in RAM: [`l1`] (the active L1 table), [`cache`] (slices of L2 tables; what a commit takes from them).
 //!
 //! An open image: [`open`] (options to images, the chain below), [`settings`] (QEMU's option names), [`image`] (state that all requests share), `node` (the trait), [`map`]
-//! (guest range to runs), `read` (plans and slow reads), `decompress` (compressed clusters, kept for a while).
+//! (guest range to runs), `read` (plans and slow reads), `decompress` (compressed clusters, kept for a while), [`chain`] (the
+//! layers below as one).
 //!
 //! Threads: everything here is used by several queues at once. Locks: those of the cache (see there), a few leaf locks for sections of some instructions (`header`,
 //! `last_error`, the list of decompressed clusters); none is held across an await.
@@ -17,6 +18,7 @@
 pub mod addr;
 pub mod alloc;
 pub mod cache;
+pub mod chain;
 mod compress;
 pub mod cow;
 pub mod create;
