@@ -1,7 +1,7 @@
 //! The allocator of one image: what is under its lock, and the calls that do not wait.
 
 use super::pending::{Pending, Unlinked, UnlinkedKind};
-use super::run::{Grant, Run, Runs};
+use super::run::{Grant, Runs};
 use super::space::Space;
 use crate::error::IoResult;
 use crate::format::qcow2::addr::HostOffset;
@@ -170,11 +170,15 @@ impl Allocator {
     /// Clusters that were taken and not linked anywhere, with no I/O to them under way. They may have been written.
     pub fn give_back(&self, range: ByteRange) {
         let mut state = self.state.lock();
-        // They were in no cut as anything but leaks, so they need not wait; a failure can only be a count that was changed behind our back.
-        if state.counts.change(range, true).is_ok() {
-            state.space.insert(range);
+        match state.counts.change(range, true) {
+            // They were in no cut as anything but leaks, so they need not wait.
+            Ok(()) => state.space.insert(range),
+            // A release loads the blocks.
+            Err(_) => {
+                let cut = self.begun.load(Ordering::SeqCst) + 1;
+                state.pending.push(cut, Unlinked { range, kind: UnlinkedKind::Clusters, punch: false });
+            }
         }
-        state.counts.trim();
     }
 
     /// Host clusters lost their place in the mapping, in a change that has been marked dirty already.
@@ -233,24 +237,6 @@ impl Allocator {
     /// Refills so far, and how far the file is in use.
     pub fn statistics(&self) -> (u64, u64) {
         (self.refills.load(Ordering::Relaxed), self.state.lock().end)
-    }
-
-    /// Gives the unused rest of all runs back (close). What lies at the end of the file is cut off it: returns the length that is still needed if that is less
-    /// than before.
-    pub fn retire_runs(&self) -> Option<u64> {
-        let mut state = self.state.lock();
-        let State { data, metadata, .. } = &mut *state;
-        let rest: Vec<Run> = data.drain().into_iter().chain(metadata.drain()).collect();
-        for run in rest {
-            if state.counts.change(run.rest, true).is_ok() {
-                state.space.insert(run.rest);
-            }
-        }
-        state.counts.trim();
-        let last = state.space.extents().last().filter(|e| e.end() == state.end)?;
-        state.space.remove(last);
-        state.end = last.offset;
-        Some(last.offset)
     }
 
     /// Count of the cluster at `host`, if its block is in RAM.

@@ -16,7 +16,7 @@ use crate::queue::Cx;
 use crate::request::{Buffers, Class, Flags, Request};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
-use crate::units::{ByteRange, align_down};
+use crate::units::{ByteRange, align_down, align_up};
 
 /// Blocks read at once.
 const WIDTH: usize = 8;
@@ -41,6 +41,116 @@ impl Allocator {
     pub(super) fn refill_ahead(self: &Arc<Self>, cx: &Cx, kind: Kind) {
         if self.refill.lock().is_none() {
             self.start_refill(cx, kind, self.layout.cluster_size());
+        }
+    }
+
+    /// Lets the file reach to `end`, for clusters in use that lie behind its end. Not while a refill changes its length.
+    pub async fn extend(self: &Arc<Self>, cx: &Cx, end: u64) -> IoResult {
+        let this = self.clone();
+        self.alone(cx, move |cx| async move {
+            let file = this.file.node();
+            let end = align_up(end, this.layout.cluster_size());
+            if file.limits().size >= end {
+                return Ok(());
+            }
+            match file.resize(&cx, end, Growth::Sparse).await {
+                Err(e) if e.errno == libc::ENOTSUP => Err(IoError::os(libc::ENOSPC)),
+                result => result,
+            }
+        })
+        .await
+    }
+
+    /// Gives the unused rest of all runs back and cuts the file off behind what is in use (close). The counts are in RAM then.
+    pub async fn retire(self: &Arc<Self>, cx: &Cx) -> IoResult {
+        let this = self.clone();
+        self.alone(cx, move |cx| async move {
+            let Some(end) = this.retire_runs(&cx).await? else { return Ok(()) };
+            let file = this.file.node();
+            if file.limits().size <= end {
+                return Ok(());
+            }
+            match file.resize(&cx, end, Growth::Sparse).await {
+                // Then it stays as long as it is.
+                Err(e) if e.errno == libc::ENOTSUP => Ok(()),
+                result => result,
+            }
+        })
+        .await
+    }
+
+    /// Lowers the counts of what is left of all runs. Where the used part of the file ends now, if what was given back lies at its end.
+    pub(super) async fn retire_runs(&self, cx: &Cx) -> IoResult<Option<u64>> {
+        let runs: Vec<Run> = {
+            let mut state = self.state.lock();
+            let State { data, metadata, .. } = &mut *state;
+            data.drain().into_iter().chain(metadata.drain()).collect()
+        };
+        for (at, run) in runs.iter().enumerate() {
+            let lowered = self
+                .with_blocks(cx, &[run.rest], |state| {
+                    if state.counts.change(run.rest, true).is_ok() {
+                        state.space.insert(run.rest);
+                    }
+                })
+                .await;
+            if let Err(e) = lowered {
+                let mut state = self.state.lock();
+                runs[at..].iter().for_each(|run| state.data.add(*run));
+                return Err(e);
+            }
+        }
+        let mut state = self.state.lock();
+        let last = state.space.extents().last().filter(|e| e.end() == state.end);
+        if let Some(last) = last {
+            state.space.remove(last);
+            state.end = last.offset;
+        }
+        Ok(last.map(|e| e.offset))
+    }
+
+    /// Whether every cluster of `range` has a count that is not 0.
+    pub async fn is_counted(&self, cx: &Cx, range: ByteRange) -> IoResult<bool> {
+        let cluster = self.layout.cluster_size() as usize;
+        self.with_blocks(cx, &[range], |state| {
+            (range.offset..range.end()).step_by(cluster).all(|at| state.counts.get(at).is_ok_and(|n| n > 0))
+        })
+        .await
+    }
+
+    /// Runs `body` as a task while no refill runs.
+    async fn alone<F, Fut>(self: &Arc<Self>, cx: &Cx, body: F) -> IoResult
+    where
+        F: FnOnce(Cx) -> Fut,
+        Fut: std::future::Future<Output = IoResult> + Send + 'static,
+    {
+        loop {
+            let (flight, landing) = {
+                let mut slot = self.refill.lock();
+                match &*slot {
+                    Some(flight) => (flight.clone(), None),
+                    None => {
+                        let (flight, landing) = Flight::start();
+                        *slot = Some(flight.clone());
+                        (flight, Some(landing))
+                    }
+                }
+            };
+            let Some(landing) = landing else {
+                // Its result is for those who asked for it.
+                let _ = flight.wait(cx).await;
+                if cx.is_cancelled() {
+                    return Err(IoError::cancelled());
+                }
+                continue;
+            };
+            let (this, work) = (self.clone(), body(cx.detached()));
+            cx.spawn(async move {
+                let done = work.await;
+                *this.refill.lock() = None;
+                landing.land(done);
+            });
+            return flight.wait(cx).await;
         }
     }
 

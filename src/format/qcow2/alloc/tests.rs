@@ -219,10 +219,10 @@ fn the_unused_rest_of_runs_goes_back_and_the_file_can_be_cut() {
         let alloc = open(&cx, &node, layout, Arc::new(Nothing)).await;
         let m = alloc.take_table(&cx).await.expect("space");
         let g = alloc.take(&cx, Kind::Data, 4096).await.expect("space")[0];
-        let end = alloc.retire_runs().expect("something is left");
+        let end = alloc.retire_runs(&cx).await.expect("no I/O fails").expect("something is left");
         assert_eq!(end, g.range.end().max(m.range.end()));
         assert_eq!(alloc.refcount(crate::format::qcow2::addr::HostOffset(end)), Some(0));
-        assert_eq!(alloc.retire_runs(), None);
+        assert_eq!(alloc.retire_runs(&cx).await, Ok(None));
     });
 }
 
