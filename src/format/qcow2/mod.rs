@@ -9,16 +9,21 @@
 //! Metadata in RAM: [`l1`] (the active L1 table), [`cache`] (slices of L2 tables; what a commit takes from them).
 //!
 //! An open image: [`open`] (options to images, the chain below), [`settings`] (QEMU's option names), [`image`] (state that all requests share), `node` (the trait), [`map`]
-//! (guest range to runs), `read` (plans and slow reads), `decompress` (compressed clusters, kept for a while), [`chain`] (the
-//! layers below as one).
+//! (guest range to runs), `read` (plans and slow reads), `decompress` (compressed clusters, kept for a while).
+//!
+//! Writing: `write` (fast and slow path), `zero` (write-zeroes, discard), `tables` (L2 tables of the image's own, the window of entries that a request changes),
+//! [`cow`] (what a partial write must bring along), [`alloc`] (host clusters), [`commit`] (what is durable when), [`writer`] (what a writable image has beside),
+//! `header_area`, `bitmap`, `close`, [`create`]. `docs/design/qcow2-write.md` says how they meet.
 //!
 //! Threads: everything here is used by several queues at once. Locks: those of the cache (see there), a few leaf locks for sections of some instructions (`header`,
-//! `last_error`, the list of decompressed clusters); none is held across an await.
+//! `last_error`, the list of decompressed clusters, the allocator, the state of commits); none is held across an await.
 
 pub mod addr;
 pub mod alloc;
+mod bitmap;
 pub mod cache;
-pub mod chain;
+mod close;
+pub mod commit;
 mod compress;
 pub mod cow;
 pub mod create;
@@ -30,6 +35,7 @@ pub mod extension;
 pub mod feature;
 mod flight;
 pub mod header;
+mod header_area;
 #[cfg(test)]
 mod header_tests;
 pub mod image;
@@ -44,8 +50,12 @@ pub mod open;
 mod read;
 pub mod refcount;
 pub mod settings;
+mod tables;
 #[cfg(test)]
 mod testing;
+mod write;
+pub mod writer;
+mod zero;
 
 pub use image::Image;
 pub use node::Qcow2Node;

@@ -42,10 +42,7 @@ impl Qcow2Node {
                     return Ok(Extent::hole(len));
                 }
                 let part = ByteRange { offset: range.offset, len: len.min(size - range.offset) };
-                let mut extent = match self.image.chain() {
-                    Some(chain) => chain.status(cx, part).await?,
-                    None => cx.status(&*below, part).await?,
-                };
+                let mut extent = cx.status(&*below, part).await?;
                 extent.depth = extent.depth.saturating_add(1);
                 return Ok(extent);
             }
@@ -82,8 +79,10 @@ impl Node for Qcow2Node {
     fn plan(&self, req: ReqRef<'_>) -> Plan {
         match req.op {
             Op::Read => self.image.plan_read(req),
-            Op::Flush => Plan::Done(Ok(())),
-            _ => Plan::Done(Err(IoError::read_only())),
+            Op::Write => self.image.plan_write(req),
+            Op::Flush => self.image.plan_flush(req),
+            Op::WriteZeroes | Op::Discard if self.image.is_writable() => Plan::Slow,
+            Op::WriteZeroes | Op::Discard => Plan::Done(Err(IoError::read_only())),
         }
     }
 
@@ -91,8 +90,10 @@ impl Node for Qcow2Node {
         Box::pin(async move {
             match req.op {
                 Op::Read => self.image.read(cx, req).await,
-                Op::Flush => Ok(()),
-                _ => Err(IoError::read_only()),
+                Op::Write => self.image.write(cx, req).await,
+                Op::Flush => self.image.flush(cx).await,
+                Op::WriteZeroes => self.image.write_zeroes(cx, req).await,
+                Op::Discard => self.image.discard(cx, req).await,
             }
         })
     }
@@ -101,8 +102,8 @@ impl Node for Qcow2Node {
         Box::pin(self.status(cx, range))
     }
 
-    fn settle<'a>(&'a self, _cx: &'a Cx) -> NodeFuture<'a, IoResult> {
-        Box::pin(async { Ok(()) })
+    fn settle<'a>(&'a self, cx: &'a Cx) -> NodeFuture<'a, IoResult> {
+        Box::pin(self.image.settle(cx))
     }
 
     fn resize<'a>(&'a self, _cx: &'a Cx, _size: u64, _growth: Growth) -> NodeFuture<'a, IoResult> {

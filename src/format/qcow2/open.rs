@@ -12,8 +12,9 @@ use super::image::Image;
 use super::l1::L1;
 use super::meta_io::read_at;
 use super::node::Qcow2Node;
-use super::settings::{L2_CACHE_DEFAULT_MAX, QCOW2_PROPS, Settings};
-use crate::error::{Error, Result};
+use super::settings::{QCOW2_PROPS, Settings};
+use super::writer::Writer;
+use crate::error::{Code, Error, Result};
 use crate::graph::{Base, Chain, NamedChild, OpenCx};
 use crate::node::{Edge, Node};
 use crate::options::{Child, Options};
@@ -21,11 +22,7 @@ use crate::queue::Cx;
 use crate::request::{Buffers, Class};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex};
-use arc_swap::ArcSwapOption;
 use once_cell::sync::OnceCell;
-
-/// Least L2 cache of a layer in a chain, in bytes.
-const CHAIN_CACHE_MIN: u64 = 64 << 10;
 
 /// What a layer stands on.
 enum Below {
@@ -58,27 +55,24 @@ pub fn open(cx: &OpenCx<'_>, options: Options) -> Result<Arc<dyn Node>> {
             }
         }
     };
-    share_memory(&layers);
-    let images = layers.iter().map(|(_, layer)| layer.image().clone()).collect();
     // From the bottom up, so that a layer that can be found by name has all that is below it.
     for (name, layer) in layers.into_iter().rev() {
-        layer.image().attach(base, Vec::new());
+        attach(&layer, base);
         base = Some(cx.add(name, layer)?);
     }
-    top.image().attach(base, images);
+    attach(&top, base);
+    if top.image().is_writable() {
+        let image = top.image();
+        let writer = cx.env().block_on(|cx| async move { Writer::open(&cx, image).await })??;
+        let set = image.writer.set(writer);
+        debug_assert!(set.is_ok(), "opened once");
+    }
     Ok(top)
 }
 
-/// The layers below the top share what one image may use for its L2 tables: the chain map answers for them, so their slices are mostly used once (qcow2.md 5.2).
-fn share_memory(layers: &[(String, Arc<Qcow2Node>)]) {
-    let each = (L2_CACHE_DEFAULT_MAX / layers.len().max(1) as u64).max(CHAIN_CACHE_MIN);
-    for (_, layer) in layers {
-        let image = layer.image();
-        let sizes = image.settings.cache_sizes(&image.layout, image.size());
-        if !image.settings.sizes_are_given() && sizes.l2 > each {
-            image.cache.set_capacity(each);
-        }
-    }
+fn attach(layer: &Qcow2Node, below: Option<Edge>) {
+    let set = layer.image().backing.set(below);
+    debug_assert!(set.is_ok(), "a layer has one place");
 }
 
 /// Reads and validates the header of the image in `file`.
@@ -131,16 +125,13 @@ fn open_layer(
         size: AtomicU64::new(size),
         data_file,
         backing: OnceCell::new(),
-        layers: OnceCell::new(),
-        chain: ArcSwapOption::empty(),
-        chain_tried: AtomicBool::new(false),
-        watchers: Mutex::default(),
         l1: Arc::new(L1::new(header.l1_offset, l1_entries as usize)),
         cache: L2Cache::new(layout, keys, file.clone(), sizes.l2, part),
         clusters: Clusters::new(header.compression, layout.cluster_size()),
         grace: Arc::default(),
         settings,
-        read_only: AtomicBool::new(true),
+        read_only: AtomicBool::new(!is_writable(&node, &settings)),
+        writer: OnceCell::new(),
         corrupt: AtomicBool::new(header.incompatible.contains(Incompatible::CORRUPT)),
         corruption_told: AtomicBool::new(false),
         last_error: Default::default(),
@@ -156,14 +147,18 @@ fn check_use(file: &Arc<dyn Node>, header: &Header, settings: &Settings) -> Resu
     if header.crypt != CryptMethod::None {
         return Err(in_image(file, Error::unsupported("encrypted images are not supported yet")));
     }
-    let writable = !settings.read_only && !file.limits().read_only;
-    if writable && !settings.auto_read_only {
-        return Err(in_image(
-            file,
-            Error::unsupported("writing is not supported yet; open it with read-only=on"),
-        ));
+    let bits = header.incompatible;
+    if is_writable(file, settings) && bits.intersects(Incompatible::DIRTY | Incompatible::CORRUPT) {
+        let what = if bits.contains(Incompatible::CORRUPT) { "damaged" } else { "not closed cleanly" };
+        let text = format!("the image is marked as {what}; repair it, or open it with read-only=on");
+        return Err(in_image(file, Error::new(libc::EACCES, Code::ReadOnly, text)));
     }
     Ok(())
+}
+
+/// Whether the image is to be written.
+fn is_writable(file: &Arc<dyn Node>, settings: &Settings) -> bool {
+    !settings.read_only && !file.limits().read_only
 }
 
 /// The external data file: what the caller gives, or what the image names if that may be opened.

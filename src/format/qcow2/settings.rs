@@ -169,6 +169,8 @@ pub struct Settings {
     pub implicit_open: Option<ImplicitOpen>,
     /// `lazy-refcounts`; `None`: as the image says.
     pub lazy_refcounts: Option<bool>,
+    /// `discard`: whether discards do anything, and zeroing may free clusters.
+    pub unmap: bool,
     /// Whether clusters that the guest discarded are given back to the file.
     pub discard_request: bool,
     /// The same for deleted snapshots.
@@ -221,6 +223,7 @@ impl Settings {
             auto_read_only: o.take_bool("auto-read-only")?.unwrap_or(false),
             implicit_open: o.take_enum("implicit-open", ImplicitOpen::NAMES)?.map(ImplicitOpen::from_index),
             lazy_refcounts: o.take_bool("lazy-refcounts")?,
+            unmap,
             discard_request: o.take_bool("pass-discard-request")?.unwrap_or(unmap),
             discard_snapshot: o.take_bool("pass-discard-snapshot")?.unwrap_or(true),
             discard_other: o.take_bool("pass-discard-other")?.unwrap_or(false),
@@ -259,11 +262,6 @@ impl Settings {
     /// The layout with the slices that the options ask for.
     pub fn slices(&self, layout: Layout) -> Result<Layout> {
         layout.with_slice(self.l2_entry.unwrap_or(SLICE_DEFAULT.min(layout.cluster_size())))
-    }
-
-    /// Whether the options say how large the caches are.
-    pub fn sizes_are_given(&self) -> bool {
-        self.l2_bytes.is_some() || self.total_bytes.is_some()
     }
 
     /// Sizes of the caches for a disk of `size` bytes.

@@ -33,6 +33,7 @@ impl Slot {
 
 /// What came out of the ring.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "it lives for a match")]
 pub(super) enum Taken {
     /// An operation has ended.
     End(Completion),

@@ -28,7 +28,7 @@ pub struct L2Cache {
     /// Bytes of a part that is written alone.
     part_bytes: u32,
     file: Arc<Edge>,
-    index: Index<Slice>,
+    index: Index,
     shards: Box<[Mutex<Shard>]>,
     /// Most slices per shard.
     shard_max: AtomicUsize,
@@ -44,7 +44,7 @@ pub struct L2Cache {
 
 #[derive(Default)]
 struct Shard {
-    ring: Ring<Slice>,
+    ring: Ring,
     loading: BTreeMap<u64, Arc<Flight<Arc<Slice>>>>,
 }
 
