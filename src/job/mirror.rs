@@ -4,7 +4,8 @@
 //! `backup`.) Options beside those of all jobs and of the engine: `source` (node or disk), `target` (node), both required.
 
 use super::copy::{self, CopyOptions, Failure, Moved, Piece, Work, write_out};
-use super::registry::{Claim, Jobs, Made};
+use super::registry::{Jobs, Made};
+use super::target::Claim;
 use super::{Body, Job};
 use crate::error::{Error, IoError, IoResult, Result};
 use crate::events::Side;
@@ -57,7 +58,7 @@ pub(super) fn make(jobs: &Arc<Jobs>, options: &mut Options) -> Result<Made> {
     let left = if from.size > 0 { BTreeMap::from([(0, from.size)]) } else { BTreeMap::new() };
     let work = NodeCopy {
         source: Edge::to_vertex(source),
-        target: Edge::to_vertex(target),
+        target: claim.gate(&target).map_or_else(|| Edge::to_vertex(target), Edge::to_node),
         size: from.size,
         zero_init: to.zero_init,
         todo: Mutex::new(Todo { left, known: None }),
@@ -129,6 +130,12 @@ impl Body for Copy {
             drop(self.claim.lock().take());
             Ok(())
         })
+    }
+
+    fn concluding(&self) {
+        if let Some(claim) = &*self.claim.lock() {
+            claim.conclude();
+        }
     }
 
     fn abort<'a>(&'a self, _cx: &'a Cx, job: &'a Arc<Job>) -> NodeFuture<'a, ()> {

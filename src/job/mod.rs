@@ -27,6 +27,7 @@ mod report;
 mod run;
 pub(crate) mod stats;
 mod status;
+mod target;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
@@ -133,6 +134,9 @@ trait Body: Send + Sync + Debug {
 
     /// Puts everything in order after a success. An error makes the job fail after all.
     fn finish<'a>(&'a self, cx: &'a Cx, job: &'a Arc<Job>) -> NodeFuture<'a, IoResult>;
+
+    /// The job is about to conclude: its target is no longer its own, though something may be in flight there ([`target`]).
+    fn concluding(&self) {}
 
     /// Undoes what the job changed. Runs to its end even if the job has concluded meanwhile.
     fn abort<'a>(&'a self, cx: &'a Cx, job: &'a Arc<Job>) -> NodeFuture<'a, ()>;

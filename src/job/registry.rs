@@ -2,6 +2,7 @@
 
 use super::copy::{CopyOptions, Flight, Limiter, OnError, Pool, Priority, Progress};
 use super::group::{Group, start_all};
+use super::target::{Claim, Targets};
 use super::{Body, Job, Status, backup, mirror};
 use crate::error::{Error, Result};
 use crate::graph::Graph;
@@ -12,7 +13,7 @@ use crate::queue::Env;
 use crate::rate::RATE_MAX;
 use crate::report::ErrorLog;
 use crate::sync::atomic::AtomicU32;
-use crate::sync::{Arc, Mutex, Weak};
+use crate::sync::{Arc, Mutex};
 use once_cell::sync::OnceCell;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,8 +25,7 @@ pub struct Jobs {
     pool: Arc<Pool>,
     host_driven: bool,
     jobs: Mutex<BTreeMap<String, Arc<Job>>>,
-    /// Names of places that jobs write to, so that no two do.
-    targets: Mutex<Vec<String>>,
+    targets: Arc<Targets>,
 }
 
 /// A type of job: its name and how its body is made from options (which it consumes).
@@ -60,7 +60,7 @@ impl Jobs {
             pool: Arc::default(),
             host_driven,
             jobs: Mutex::default(),
-            targets: Mutex::default(),
+            targets: Arc::default(),
         })
     }
 
@@ -184,40 +184,14 @@ impl Jobs {
     }
 
     /// Reserves a place for a job that writes to it; the place is free again when the claim is dropped.
-    pub(super) fn claim(self: &Arc<Self>, target: &Arc<Vertex>) -> Result<Claim> {
-        let mut targets = self.targets.lock();
-        if targets.iter().any(|t| t == target.name()) {
-            let text = format!("node '{}' is the target of another job (option 'target')", target.name());
-            return Err(Error::busy(text));
-        }
-        targets.push(target.name().to_owned());
-        Ok(Claim { jobs: Arc::downgrade(self), name: target.name().to_owned() })
+    pub(super) fn claim(&self, target: &Arc<Vertex>) -> Result<Claim> {
+        self.targets.claim(target)
     }
 }
 
 impl fmt::Debug for Jobs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.list()).finish()
-    }
-}
-
-/// A target that one job writes to.
-pub(super) struct Claim {
-    jobs: Weak<Jobs>,
-    name: String,
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        if let Some(jobs) = self.jobs.upgrade() {
-            jobs.targets.lock().retain(|t| *t != self.name);
-        }
-    }
-}
-
-impl fmt::Debug for Claim {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Claim({})", self.name)
     }
 }
 

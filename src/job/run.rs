@@ -118,6 +118,7 @@ async fn abort(cx: &Cx, job: &Arc<Job>, error: IoError) {
 
 fn conclude(job: &Arc<Job>, outcome: IoResult) {
     job.progress.advance_to(job.env.runtime.clock.now(), job.body.done());
+    job.body.concluding();
     // The id is free before anybody can see the end: else who starts the next job then would be refused, now and again.
     let jobs = job.registry.upgrade().filter(|_| job.auto_dismiss);
     job.control.conclude(outcome, job.auto_dismiss, |status| {

@@ -91,6 +91,11 @@ impl Cx {
         (Self::with_cancel(self.exec.clone(), cancel.clone()), cancel)
     }
 
+    /// The same executor; `cancel` ends the waits of work that runs on it.
+    pub fn cancelled_by(&self, cancel: &Arc<Cancel>) -> Self {
+        Self::with_cancel(self.exec.clone(), cancel.clone())
+    }
+
     /// The environment: seams, workers, budget.
     pub fn env(&self) -> &Arc<Env> {
         self.exec.env()

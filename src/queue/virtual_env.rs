@@ -5,7 +5,7 @@
 //! nothing woken means that nothing can ever happen again; it panics, so a lost wake-up fails the test instead of hanging it.
 //! There are no workers (`Env::start` is not called), hence no watchdog, and no files: a file operation ends with ENOSYS.
 
-use super::{EngineFactory, Env};
+use super::{EngineFactory, Env, LogSink};
 use crate::error::{IoError, Result};
 use crate::io::{Completion, Engine, EngineOp, Notify};
 use crate::rt::real::{SplitMix, Threads};
@@ -38,10 +38,15 @@ impl Clock for VirtualClock {
 
 /// An environment without workers whose time is the returned clock, starting at 0, and whose random numbers come from `seed`.
 pub fn virtual_env(seed: u64) -> (Arc<Env>, Arc<VirtualClock>) {
+    virtual_env_with_log(seed, None)
+}
+
+/// The same, with a place for the lines of its log.
+pub fn virtual_env_with_log(seed: u64, log: Option<LogSink>) -> (Arc<Env>, Arc<VirtualClock>) {
     let clock = Arc::new(VirtualClock::default());
     let runtime =
         Runtime { clock: clock.clone(), rng: Arc::new(SplitMix::new(seed)), spawn: Arc::new(Threads) };
-    let env = Env::new(runtime, Arc::new(VirtualEngines(clock.clone())), None);
+    let env = Env::new(runtime, Arc::new(VirtualEngines(clock.clone())), log);
     (env, clock)
 }
 

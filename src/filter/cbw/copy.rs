@@ -112,7 +112,8 @@ pub(super) struct Running {
 impl Running {
     /// Starts nothing before the first poll.
     pub(super) fn new(cx: &Cx, claim: Claim, memory: Option<Reservation>) -> Self {
-        let (point, cx, run) = (claim.point.clone(), cx.detached(), claim.run.clone());
+        let (point, run) = (claim.point.clone(), claim.run.clone());
+        let cx = cx.cancelled_by(&point.cancel);
         let (there, own) = (point.clone(), cx.clone());
         let copy = Box::pin(async move { there.copy_for_guest(&own, claim, memory).await });
         Self { point, cx, run, copy: Some(copy) }
@@ -186,6 +187,8 @@ impl Point {
                 claim.preserved();
                 Ok(())
             }
+            // It was told to stop: nobody needs the old data, and the guest goes on.
+            Err(_) if self.is_passive() => Ok(()),
             // The verdict before the claim goes, as above. Its granules are READING, so their writers are held; others have been given up.
             Err((failure, op, error)) => self.fail(failure, true, op, &run, error),
         }
@@ -193,7 +196,8 @@ impl Point {
 
     /// Copies a claim that no guest waits for yet; a failure is left to whoever meets the granules.
     pub(super) async fn copy_ahead(self: &Arc<Self>, cx: &Cx, claim: Claim, memory: Reservation) {
-        if self.copy_claim(cx, &claim, Some(memory)).await.is_ok() {
+        let cx = cx.cancelled_by(&self.cancel);
+        if self.copy_claim(&cx, &claim, Some(memory)).await.is_ok() {
             claim.preserved();
         }
     }

@@ -11,7 +11,7 @@ use super::transit::Transits;
 use crate::error::{Code, IoError, IoResult};
 use crate::events::{Event, EventKind};
 use crate::node::Edge;
-use crate::queue::{Cx, Env};
+use crate::queue::{Cancel, Cx, Env};
 use crate::report::{Action, ErrorLog, LostList, LostRange, Report};
 use crate::request::Op;
 use crate::rt::Instant;
@@ -40,6 +40,8 @@ pub(super) struct Point {
     pub(super) target_is_zero: bool,
     /// The snapshot is over or broken: every request passes, copying has stopped.
     passive: AtomicBool,
+    /// Set with it: copies that nobody waits for any more leave the queues of the source and of the target.
+    pub(super) cancel: Arc<Cancel>,
     broken: Mutex<Option<Report>>,
     pub(super) errors: ErrorLog,
     pub(super) lost: LostList,
@@ -86,6 +88,7 @@ impl Point {
             transits: Transits::default(),
             target_is_zero,
             passive: AtomicBool::new(false),
+            cancel: Arc::default(),
             broken: Mutex::default(),
             errors: ErrorLog::default(),
             lost: LostList::default(),
@@ -234,6 +237,7 @@ impl Point {
     /// Ends copying without an error: the job is over.
     pub(super) fn stop(&self) {
         self.passive.store(true, Ordering::Release);
+        self.cancel.cancel();
         self.transits.clear();
         self.changed.notify(usize::MAX);
     }

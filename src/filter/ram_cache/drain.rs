@@ -259,7 +259,12 @@ impl Store {
         let class = if self.is_forced() || asked { Class::Background } else { Class::Lazy };
         let mut guard = RunGuard { store: self, run: Some(run) };
         let Some(run) = guard.run.as_mut() else { return };
-        let result = self.write_run(cx, run, read_back, class).await;
+        let cancel = self.cancel();
+        let result = self.write_run(&cx.cancelled_by(&cancel), run, read_back, class).await;
+        if result.is_err() && cancel.is_set() {
+            // Thrown away meanwhile: the guard puts back what is left of it, which is nothing.
+            return;
+        }
         let Some(run) = guard.run.take() else { return };
         match result {
             Ok(()) => self.run_drained(run),
@@ -397,6 +402,7 @@ impl Drop for RunGuard<'_> {
                 work.busy -= 1;
                 work.index.drain_failed(&run, now);
             });
+            self.store.moved.notify(usize::MAX);
         }
     }
 }

@@ -142,7 +142,7 @@ impl Store {
             cell: cell.clone(),
             result: Err(IoError::panicked()),
         };
-        let (file, own) = (self.file.node(), cx.detached());
+        let (file, own) = (self.file.node(), cx.cancelled_by(&self.cancel()));
         // Nothing of the lost marks what is written anew.
         cx.spawn(async move {
             let is_discard = req.op == Op::Discard;

@@ -203,6 +203,11 @@ impl Index {
         self.writes.is_empty()
     }
 
+    /// Whether something is here that readers would miss: what has been thrown away, or was replaced by something lost, may still be on its way to the file.
+    pub(super) fn holds_data(&self) -> bool {
+        self.totals.ram > 0 || self.totals.spilled > 0 || self.totals.zero_markers > 0
+    }
+
     /// Bytes and pieces by kind.
     pub(super) fn totals(&self) -> Totals {
         self.totals

@@ -328,7 +328,9 @@ impl Node for RamCache {
 impl Drop for RamCache {
     fn drop(&mut self) {
         let Some(store) = self.store() else { return };
-        if !self.is_empty() && store.broken().is_none() {
+        // What has been thrown away on purpose may still be on its way to the file, and is not lost.
+        let holds_data = store.work.lock().index.holds_data();
+        if holds_data && store.broken().is_none() {
             let text = format!("{}: closed without having been settled, data is lost", store.name);
             store.env.log(0, "ram-cache", &text);
         }

@@ -11,7 +11,7 @@ use crate::error::{Code, IoError, IoResult, Result};
 use crate::events::{Event as HostEvent, EventKind, Side};
 use crate::limits::BATCH_LEN;
 use crate::node::Edge;
-use crate::queue::{Cx, Env};
+use crate::queue::{Cancel, Cx, Env};
 use crate::request::Buffers;
 use crate::request::arena::Arena;
 use crate::rt::Instant;
@@ -64,6 +64,8 @@ pub(super) struct Store {
     pub(super) space_wait: Hist,
     pub(super) counters: Counters,
     last_overflow: Mutex<(Side, u64)>,
+    /// Takes writes of what has been thrown away out of the queues of the file; a new one each time.
+    cancel: Mutex<Arc<Cancel>>,
 }
 
 /// What is behind the one lock of the cache. Nothing below it but the space's and the budget's locks.
@@ -154,6 +156,7 @@ impl Store {
             space_wait: Hist::new(),
             counters: Counters::default(),
             last_overflow: Mutex::new((Side::None, 0)),
+            cancel: Mutex::default(),
         });
         let weak = Arc::downgrade(&store);
         let pressed = move || with(&weak, |s| s.kick());
@@ -329,7 +332,13 @@ impl Store {
         self.env.events.post(HostEvent { time_ns: now.0, ..event });
     }
 
-    /// Throws everything away at once and lets everybody go who waits (S29, S35). Buffers of writes under way are freed when those end.
+    /// Ends the waits of writes that begin now when everything is thrown away.
+    pub(super) fn cancel(&self) -> Arc<Cancel> {
+        self.cancel.lock().clone()
+    }
+
+    /// Throws everything away at once and lets everybody go who waits (S29, S35). Buffers of writes under way are freed when those end, which those that only wait
+    /// for their turn at the file do at once.
     pub(super) fn abandon(&self) {
         self.work.lock().era += 1;
         // Before anything is freed: nobody in line is to get it.
@@ -350,6 +359,9 @@ impl Store {
         let mut garbage = Vec::new();
         self.edit(0, |work, _| work.index.clear(&mut garbage));
         drop(garbage);
+        // The new one first: whoever takes one later writes what came later.
+        let old = std::mem::take(&mut *self.cancel.lock());
+        old.cancel();
         self.moved.notify(usize::MAX);
         self.wake.notify(usize::MAX);
         self.steps.notify(usize::MAX);

@@ -4,7 +4,7 @@ use super::{CacheOptions, RamCache};
 use crate::error::{IoError, IoResult};
 use crate::filter::testing::{Started, start};
 use crate::node::{Edge, Extent, Growth, Limits, Node, NodeFuture, Plan, Reservation, fixed_size};
-use crate::queue::virtual_env::{VirtualClock, virtual_env};
+use crate::queue::virtual_env::{VirtualClock, virtual_env_with_log};
 use crate::queue::{Cx, Env};
 use crate::request::{Buffers, Class, Flags, Op, ReqRef, Request};
 use crate::rt::Clock;
@@ -222,7 +222,11 @@ pub(super) struct World {
 
 impl World {
     pub(super) fn new() -> Self {
-        let (env, clock) = virtual_env(1);
+        Self::with_log(None)
+    }
+
+    pub(super) fn with_log(log: Option<crate::queue::LogSink>) -> Self {
+        let (env, clock) = virtual_env_with_log(1, log);
         env.start(0).expect("starts");
         let cx = env.background().expect("started");
         Self { env, clock, cx }

@@ -12,7 +12,7 @@
 //!
 //! Order at the start: open and check everything, mark the target, then one drained section for the filters of all disks of a group (S1). At
 //! the end: let go of whoever waits, take the filter out in a drained section that waits for I/O of the guest only (S3), and only then
-//! wait for what is in flight to the target; the target stays claimed until that has ended.
+//! wait for what is in flight to the target. A job that comes to the same target before that has ended writes after it ([`super::target`]).
 //!
 //! Not guaranteed: a job of type `sync=none` never ends by itself and has no success; it serves readers of the snapshot, and is cancelled.
 //!
@@ -28,7 +28,8 @@ mod work;
 
 use super::copy::{self, Failure, OnError, Work, any_of};
 use super::mirror::check_target;
-use super::registry::{Claim, Jobs, Made};
+use super::registry::{Jobs, Made};
+use super::target::Claim;
 use super::{Body, Job};
 use crate::error::{Code, Error, IoError, IoResult, Result};
 use crate::events::Side;
@@ -109,27 +110,18 @@ impl Body for Backup {
     }
 
     fn prepare(&self) -> Result<()> {
-        let cache = match &self.options.cache {
-            None => None,
-            Some(cache) => {
-                let mut cache = cache.clone();
-                cache.set("file", self.target.name());
-                Some(self.graph.open(cache)?)
-            }
-        };
-        let below = cache.as_ref().unwrap_or(&self.target);
-        let mut filter = self.options.filter.clone();
-        filter.set("target", below.name());
-        let opened = self.graph.filter_open(&self.place, filter);
-        let filter = match opened {
-            Ok(filter) => filter,
+        // From the target up; what has been opened when something cannot be is closed again.
+        let mut below: Vec<Arc<Vertex>> = Vec::new();
+        let opened = self.open_all(&mut below);
+        let (filter, cache) = match opened {
+            Ok(opened) => opened,
             Err(e) => {
-                cache.iter().for_each(|c| self.forget(c));
+                below.iter().rev().for_each(|node| self.forget(node));
                 return Err(e);
             }
         };
         let mark = Mark::set(self.graph.env(), &self.target);
-        let setup = Setup::new(self.place.clone(), filter, cache, mark, self.size);
+        let setup = Setup::new(self.place.clone(), filter, cache, below, mark, self.size);
         *self.setup.lock() = Some(Arc::new(setup));
         Ok(())
     }
@@ -151,7 +143,7 @@ impl Body for Backup {
     fn unprepare(&self) {
         let Some(setup) = self.setup.lock().take() else { return };
         self.forget(&setup.filter);
-        setup.cache.iter().for_each(|c| self.forget(c));
+        self.forget_below(&setup);
         if let Some(mark) = &setup.mark {
             mark.restore();
         }
@@ -201,7 +193,7 @@ impl Body for Backup {
                 );
             }
             setup.leave_losses();
-            setup.cache.iter().for_each(|c| self.forget(c));
+            self.forget_below(&setup);
             if setup.mark.is_some() {
                 let theirs = setup.clone();
                 let removed = cx.blocking(move || theirs.mark.as_ref().map_or(Ok(()), Mark::remove)).await?;
@@ -217,6 +209,12 @@ impl Body for Backup {
         })
     }
 
+    fn concluding(&self) {
+        if let Some(claim) = &*self.claim.lock() {
+            claim.conclude();
+        }
+    }
+
     fn abort<'a>(&'a self, cx: &'a Cx, job: &'a Arc<Job>) -> NodeFuture<'a, ()> {
         Box::pin(async move {
             if let Some(setup) = self.setup() {
@@ -226,7 +224,7 @@ impl Body for Backup {
                 self.keep(&setup);
                 self.graph.filter_drop_on(cx, &self.place, &setup.filter).await;
                 setup.leave_losses();
-                setup.cache.iter().for_each(|c| self.forget(c));
+                self.forget_below(&setup);
                 job.flight.wait_empty().await;
                 setup.wait_quiet(cx).await;
             }
@@ -284,6 +282,27 @@ impl Body for Backup {
 }
 
 impl Backup {
+    /// Opens what stands between the source and the target and returns the filter and the cache. `below`: what is below the filter, lowest first.
+    fn open_all(&self, below: &mut Vec<Arc<Vertex>>) -> Result<(Arc<Vertex>, Option<Arc<Vertex>>)> {
+        let gate = self.claim.lock().as_ref().and_then(|claim| claim.gate(&self.target));
+        if let Some(gate) = gate {
+            let text = format!("target '{}': a former job has writes in flight there", self.target.name());
+            self.graph.env().log(2, "backup", &text);
+            below.push(self.graph.add_node("", gate)?);
+        }
+        let name = |below: &Vec<Arc<Vertex>>| below.last().unwrap_or(&self.target).name().to_owned();
+        let mut cache = None;
+        if let Some(options) = &self.options.cache {
+            let mut options = options.clone();
+            options.set("file", name(below));
+            cache = Some(self.graph.open(options)?);
+            below.extend(cache.clone());
+        }
+        let mut filter = self.options.filter.clone();
+        filter.set("target", name(below));
+        Ok((self.graph.filter_open(&self.place, filter)?, cache))
+    }
+
     fn setup(&self) -> Option<Arc<Setup>> {
         self.setup.lock().clone()
     }
@@ -291,6 +310,11 @@ impl Backup {
     fn forget(&self, node: &Arc<Vertex>) {
         // If somebody has built on it, it lives until they let go.
         self.graph.forget_unused(node);
+    }
+
+    /// What was opened below the filter.
+    fn forget_below(&self, setup: &Setup) {
+        setup.below.iter().rev().for_each(|node| self.forget(node));
     }
 
     /// Keeps what can be asked about after the end.

@@ -192,8 +192,7 @@ fn cancel_with_a_hung_target_releases_the_guest_and_ends_in_time() {
     assert!(g.bench.now().since(began) < Duration::from_secs(1));
     assert_eq!(g.filters(), 0);
     assert!(g.t.running() > 0, "the target still has not answered");
-    // The source is free for the next backup, under the same names; the target is not.
-    assert_eq!(g.try_start("sync=full,filter-node-name=f").expect_err("claimed").code(), Code::Busy);
+    // The source is free for the next backup, under the same names.
     let t2 = g.bench.store("t2", vec![0; 20 * MIB]);
     let next = g.bench.start("backup", "device=vda,target=t2,sync=full,filter-node-name=f").expect("starts");
     let instant = g.s.bytes();
@@ -204,6 +203,95 @@ fn cancel_with_a_hung_target_releases_the_guest_and_ends_in_time() {
     g.bench.run_ready();
     let again = g.start("sync=full");
     assert_eq!(g.bench.wait(&again), Ok(()));
+}
+
+#[test]
+fn the_target_of_a_cancelled_backup_can_be_used_at_once_and_is_written_in_order() {
+    let g = Guest::new(4 * MIB, &[(3 * MIB, 512 * KIB)]);
+    g.t.hold(Op::Write);
+    let first = g.start("sync=full");
+    g.bench.until(|| g.t.waiting() > 0);
+    first.cancel().expect("running");
+    assert_eq!(g.bench.wait(&first).map_err(|e| e.code), Err(Code::Cancelled));
+    let (on_the_way, begun) = (g.t.running(), g.t.count(Op::Write));
+    assert!(on_the_way > 0, "the target still has not answered");
+    // What the first has on its way is old by now.
+    let overwritten = g.write(0, MIB, 0x55);
+    g.bench.until(|| *overwritten.lock() == Some(Ok(())));
+    let second = g.start("sync=full,ram-cache.capacity=8M");
+    g.bench.store("other", vec![0; 4 * MIB]);
+    let refused = g.bench.start("copy", "job-id=x,source=other,target=t").expect_err("the second is at work");
+    assert_eq!(refused.code(), Code::Busy);
+    // Its guest goes on, and nothing passes the gate.
+    let write = g.write(MIB, 4096, 0x66);
+    g.bench.until(|| *write.lock() == Some(Ok(())));
+    g.bench.run_ready();
+    assert_eq!((g.t.count(Op::Write), g.t.running()), (begun, on_the_way));
+    let began = g.bench.now();
+    second.cancel().expect("running");
+    assert_eq!(g.bench.wait(&second).map_err(|e| e.code), Err(Code::Cancelled));
+    assert!(g.bench.now().since(began) < Duration::from_millis(200), "it had nothing on its way");
+    // The third still has to come after the first.
+    let instant = g.s.bytes();
+    let third = g.start("sync=full");
+    g.bench.run_ready();
+    assert_eq!((g.t.count(Op::Write), third.status()), (begun, Status::Running));
+    g.t.let_go();
+    assert_eq!(g.bench.wait(&third), Ok(()));
+    assert!(g.t.bytes() == instant);
+    assert_eq!(g.nodes(), ["other", "s", "t"]);
+    // Nobody is in the way any more: no gate.
+    let fourth = g.start("sync=none");
+    g.bench.run_ready();
+    assert_eq!(g.nodes().len(), 4, "{:?}", g.nodes());
+    fourth.cancel().expect("running");
+    assert_eq!(g.bench.wait(&fourth).map_err(|e| e.code), Err(Code::Cancelled));
+}
+
+#[test]
+fn a_cancelled_backup_to_a_slow_target_is_undone_at_once() {
+    for cache in ["", ",ram-cache.capacity=8M"] {
+        let g = Guest::new(8 * MIB, &[]);
+        let throttle = "driver=throttle,node-name=slow,limits.bps-write=64k,file=t";
+        g.bench.context.graph().open(Options::parse(throttle).expect("parses")).expect("opens");
+        let start = || g.bench.start("backup", &format!("device=vda,target=slow,sync=full{cache}"));
+        let job = start().expect("starts");
+        let writes: Vec<_> = (0..8).map(|n| g.write(n * MIB + 64 * KIB, 4096, 1)).collect();
+        g.bench.run_ready();
+        let slow = g.bench.context.graph().node("slow").expect("there");
+        assert_ne!(slow.base().get("waiting").as_deref(), Some("0"), "writes wait for their turn");
+        let began = g.bench.now();
+        job.cancel().expect("running");
+        assert_eq!(g.bench.wait(&job).map_err(|e| e.code), Err(Code::Cancelled));
+        assert_eq!(g.bench.now(), began, "no time has passed");
+        g.bench.run_ready();
+        assert!(writes.iter().all(|w| *w.lock() == Some(Ok(()))), "the guest goes on");
+        assert_eq!(slow.base().get("waiting").as_deref(), Some("0"));
+        assert_eq!(g.bench.context.jobs().pool().used(), 0);
+        assert_eq!(g.nodes(), ["s", "slow", "t"]);
+        let again = start().expect("the target is free");
+        again.cancel().expect("running");
+        assert_eq!(g.bench.wait(&again).map_err(|e| e.code), Err(Code::Cancelled));
+    }
+}
+
+#[test]
+fn a_copy_to_the_target_of_a_cancelled_copy_comes_after_it() {
+    let g = Guest::new(2 * MIB, &[]);
+    g.t.hold(Op::Write);
+    let start = |source: &str| g.bench.start("copy", &format!("job-id=c,source={source},target=t"));
+    let first = start("s").expect("starts");
+    g.bench.until(|| g.t.waiting() > 0);
+    first.cancel().expect("running");
+    assert_eq!(g.bench.wait(&first).map_err(|e| e.code), Err(Code::Cancelled));
+    let other = g.bench.store("other", vec![0x77; 2 * MIB]);
+    let begun = g.t.count(Op::Write);
+    let second = start("other").expect("the target can be claimed");
+    g.bench.run_ready();
+    assert_eq!(g.t.count(Op::Write), begun);
+    g.t.let_go();
+    assert_eq!(g.bench.wait(&second), Ok(()));
+    assert!(g.t.bytes() == other.bytes());
 }
 
 #[test]

@@ -30,6 +30,8 @@ pub(super) struct Setup {
     pub(super) place: Arc<Vertex>,
     pub(super) filter: Arc<Vertex>,
     pub(super) cache: Option<Arc<Vertex>>,
+    /// Everything between the filter and the target, lowest first; the cache is the last of it.
+    pub(super) below: Vec<Arc<Vertex>>,
     pub(super) mark: Option<Mark>,
     size: u64,
     /// The last answer of the source: a range and whether it reads as zeros. What is needed has not changed since the instant, so the answer stays
@@ -42,10 +44,11 @@ impl Setup {
         place: Arc<Vertex>,
         filter: Arc<Vertex>,
         cache: Option<Arc<Vertex>>,
+        below: Vec<Arc<Vertex>>,
         mark: Option<Mark>,
         size: u64,
     ) -> Self {
-        Self { place, filter, cache, mark, size, known: Mutex::default() }
+        Self { place, filter, cache, below, mark, size, known: Mutex::default() }
     }
 
     /// The filter's own interface.
@@ -122,10 +125,11 @@ impl Setup {
         }
     }
 
-    /// The content of the job's cache is not wanted any more: waiters go, memory goes as its I/O ends (S29).
+    /// The content of the cache is not wanted any more: waiters go, memory goes as its I/O ends (S29). A cache of the user's own stays usable.
     pub(super) fn abandon_cache(&self) {
-        if let Some(cache) = self.own_cache() {
-            cache.close(IoError::cancelled());
+        match self.own_cache() {
+            Some(cache) => cache.close(IoError::cancelled()),
+            None => self.ram_cache().iter().for_each(|cache| cache.abandon()),
         }
     }
 

@@ -3,7 +3,7 @@
 use super::{Failure, Moved, Piece, Work};
 use crate::error::IoError;
 use crate::events::Side;
-use crate::queue::Env;
+use crate::queue::{Cancel, Env};
 use crate::request::{Buffers, Class, Op};
 use crate::sync::{Arc, Mutex};
 use crate::units::ByteRange;
@@ -15,6 +15,8 @@ use std::collections::BTreeMap;
 pub(in crate::job) struct Flight {
     state: Mutex<State>,
     ended: Event,
+    /// Ends what parts wait for, such as a rate limit of the target.
+    cancel: Arc<Cancel>,
 }
 
 #[derive(Debug, Default)]
@@ -56,7 +58,7 @@ impl Flight {
             if part.is_stopped() {
                 return part.end(Ok(Moved { skipped: piece.range.len, ..Moved::default() }));
             }
-            let result = work.copy(&cx, piece, bufs, class).await;
+            let result = work.copy(&cx.cancelled_by(&part.flight.cancel), piece, bufs, class).await;
             part.end(result);
         })
     }
@@ -80,9 +82,10 @@ impl Flight {
         self.state.lock().started
     }
 
-    /// Parts that have not begun end at once.
+    /// Parts that have not begun end at once, and so do those that wait for something else than I/O.
     pub(in crate::job) fn stop(&self) {
         self.state.lock().stopped = true;
+        self.cancel.cancel();
     }
 
     /// Failures since the last call, in the order in which they happened.

@@ -295,6 +295,57 @@ fn a_cache_that_is_closed_with_data_says_so() {
     assert!(lines.iter().any(|l| l.starts_with("c0: closed without having been settled")), "{lines:?}");
 }
 
+#[test]
+fn what_was_thrown_away_on_purpose_is_not_reported_as_lost_though_it_is_on_its_way_still() {
+    let lines: Arc<crate::sync::Mutex<Vec<String>>> = Arc::default();
+    let log = lines.clone();
+    let w = World::with_log(Some(Box::new(move |_, _, text| log.lock().push(text.to_owned()))));
+    let below = Below::new(8 * M);
+    below.hold(Op::Write);
+    let cache = w.cache(&below, CacheOptions { drain_delay_ms: 0, ..small() });
+    w.write_moved(&cache, 0, M, 1);
+    w.until("a write to the file", || below.waiting() > 0);
+    cache.abandon();
+    assert!(!cache.is_empty(), "it is under way");
+    drop(cache);
+    assert!(lines.lock().is_empty(), "{:?}", lines.lock());
+    below.release(Op::Write);
+    w.run();
+}
+
+#[test]
+fn what_is_thrown_away_leaves_the_line_at_a_throttled_file_at_once() {
+    let w = World::new();
+    let below = Below::new(8 * M);
+    let groups = crate::filter::throttle::ThrottleGroups::new(w.env.runtime.clock.clone());
+    let limits = crate::filter::throttle::ThrottleLimits::take(
+        &mut crate::options::Options::parse("limits.bps-write=1M").expect("parses"),
+        "limits.",
+    );
+    let limits = limits.expect("right").expect("given");
+    let group = crate::filter::throttle::Group::new("", limits, w.env.runtime.clock.clone());
+    let slow = crate::filter::throttle::Throttle::new(Edge::to_node(below.clone()), &group, groups);
+    let options = CacheOptions { drain_delay_ms: 0, ..small() };
+    let cache = RamCache::new(&w.env, "cache", Edge::to_node(slow), None, options).expect("opens");
+    for i in 0..6 {
+        w.write_moved(&cache, i * M, M, 1);
+    }
+    w.advance(Duration::from_millis(10));
+    assert!(group.waiting() > 0, "writes wait for their turn");
+    let direct =
+        w.start(&cache, Request::write(7 * M, Buffers::from_bytes(&[1; 512])).class(Class::Background));
+    w.run();
+    let before = w.env.runtime.clock.now();
+    cache.abandon();
+    w.run();
+    assert!(cache.is_empty() && direct.now().is_some_and(|r| r.is_err()), "nothing waits any more");
+    assert_eq!((group.waiting(), w.env.runtime.clock.now()), (0, before), "no time has passed");
+    // It can be used again.
+    w.write_moved(&cache, 0, 4096, 9);
+    assert_eq!(w.settle(&cache), Ok(()));
+    assert_eq!(below.bytes(0, 4096), vec![9; 4096]);
+}
+
 /// No engine at all: background work cannot be started.
 #[derive(Debug)]
 struct NoEngines;
