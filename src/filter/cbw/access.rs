@@ -139,7 +139,7 @@ impl Point {
     fn same_state(&self, range: ByteRange) -> (State, ByteRange) {
         let all = self.geo.touched(range);
         let state = self.states.get(all.start).state();
-        let run = all.start..all.start + self.states.run(all, |s| s.state() == state);
+        let run = self.states.run_seen(all, |s| s.state() == state);
         (state, self.geo.bytes(&run).intersect(range))
     }
 

@@ -326,7 +326,7 @@ impl Point {
             }
             match self.states.get(at).state() {
                 State::Needed => {
-                    let run = at..at + self.states.run(at..all.end, |s| s.state() == State::Needed);
+                    let run = self.states.run_seen(at..all.end, |s| s.state() == State::Needed);
                     if let Some(claim) = Claim::take(self, &run) {
                         at = claim.run.end;
                         self.copy_transit(cx, claim, range, memory, class, &mut outcome).await?;

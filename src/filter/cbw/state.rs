@@ -174,11 +174,18 @@ impl States {
         granules.clone().take_while(|g| same(self.get(*g))).count() as u64
     }
 
+    /// The run at the start of `granules` whose first granule has just been seen to be `same`. Never empty, though that granule may have changed since: what
+    /// was seen is out of date in any case, and whoever acts on it claims or looks again.
+    pub(super) fn run_seen(&self, granules: Range<u64>, same: impl Fn(Seen) -> bool) -> Range<u64> {
+        let second = granules.start + 1;
+        granules.start..second + self.run(second..granules.end, same)
+    }
+
     /// The first run of granules of `range` that are in a state of `set`.
     pub(super) fn next_run(&self, range: Range<u64>, set: StateSet) -> Option<Range<u64>> {
         let end = range.end.min(self.count);
         let at = self.next_in(range, set)?;
-        Some(at..at + self.run(at..end, |s| set.has(s.state())))
+        Some(self.run_seen(at..end, |s| set.has(s.state())))
     }
 
     /// The first granule of `range` that is in a state of `set`.
@@ -220,6 +227,16 @@ mod tests {
     use super::*;
 
     const ALL: [State; 5] = [State::Needed, State::Reading, State::Preserved, State::Released, State::Lost];
+
+    #[test]
+    fn a_run_that_has_been_seen_is_not_empty_though_its_granules_have_changed() {
+        let s = States::new(4);
+        let changed = |s: Seen| s.state() == State::Lost;
+        assert_eq!((s.run(1..4, changed), s.run_seen(1..4, changed)), (0, 1..2));
+        let needed = |s: Seen| s.state() == State::Needed;
+        assert!(s.claim(3));
+        assert_eq!((s.run(1..4, needed), s.run_seen(1..4, needed)), (2, 1..3));
+    }
 
     #[test]
     fn a_new_table_is_needed_throughout_and_takes_no_memory() {
