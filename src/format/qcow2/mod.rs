@@ -6,6 +6,8 @@
 //! before an allocation depends on them, and errors name structure, offset and value: no image can make them panic, hang or allocate more
 //! than cluster 0.
 //!
+//! Looking without opening: [`inspect`] (the header), [`snapshot`], [`bitmap`] (what they list), [`check`] (whether all of it is consistent).
+//!
 //! Metadata in RAM: [`l1`] (the active L1 table), [`cache`] (slices of L2 tables; what a commit takes from them).
 //!
 //! An open image: [`open`] (options to images, the chain below), [`settings`] (QEMU's option names), [`image`] (state that all requests share), `node` (the trait), [`map`]
@@ -20,8 +22,9 @@
 
 pub mod addr;
 pub mod alloc;
-mod bitmap;
+pub mod bitmap;
 pub mod cache;
+pub mod check;
 mod close;
 pub mod commit;
 mod compress;
@@ -39,6 +42,7 @@ mod header_area;
 #[cfg(test)]
 mod header_tests;
 pub mod image;
+pub mod inspect;
 mod join;
 pub mod l1;
 pub mod layout;
@@ -50,6 +54,7 @@ pub mod open;
 mod read;
 pub mod refcount;
 pub mod settings;
+pub mod snapshot;
 mod tables;
 #[cfg(test)]
 mod testing;

@@ -4,9 +4,9 @@
 //! knows that its content cannot be used, while it can still be listed and removed, and its clusters stay counted. Disabled bitmaps describe the past and stay as
 //! they are. A directory that cannot be walked makes all of them void: the autoclear bit is to be cleared (section 2, rule 3).
 
-use super::header::Header;
-use super::image::Image;
-use super::meta_io::read_at;
+use super::super::header::Header;
+use super::super::image::Image;
+use super::super::meta_io::read_at;
 use crate::error::IoResult;
 use crate::queue::Cx;
 use crate::request::{Buffers, Class, Request};
@@ -18,7 +18,7 @@ const IN_USE: u8 = 1;
 const AUTO: u8 = 2;
 
 /// Marks the enabled bitmaps as in use, in the file. False if the directory cannot be walked.
-pub(super) async fn mark_in_use(cx: &Cx, image: &Image, header: &Header) -> IoResult<bool> {
+pub(in crate::format::qcow2) async fn mark_in_use(cx: &Cx, image: &Image, header: &Header) -> IoResult<bool> {
     let Some(pointer) = header.bitmaps() else { return Ok(false) };
     let Ok(pointer) = pointer else { return Ok(false) };
     let file = image.file.node();

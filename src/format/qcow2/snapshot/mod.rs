@@ -1,0 +1,3 @@
+//! Internal snapshots. So far: reading their table.
+
+pub mod table;
