@@ -162,7 +162,7 @@ pub(super) fn describe(name: &str, flags: &ImageFlags<'_>, more: Option<Options>
     flatten_blockdev(&mut tree);
     let explicit = tree.peek_str("driver").map(str::to_owned);
     if let Some(driver) = &explicit
-        && find_driver(driver).is_none()
+        && !is_known(driver)
     {
         return Err(Error::not_found(format!("Unknown driver '{driver}'")));
     }
@@ -272,11 +272,16 @@ fn could_not_open(path: &str, e: &std::io::Error) -> Error {
     )
 }
 
+/// Whether a format can be opened, or at least looked into.
+fn is_known(format: &str) -> bool {
+    format == "qcow2" || find_driver(format).is_some()
+}
+
 fn found_format(path: &str) -> Result<String> {
     let format = probe::probe_file(Path::new(path)).map_err(|e| could_not_open(path, &e))?;
-    match find_driver(format) {
-        Some(_) => Ok(format.to_owned()),
-        None => Err(Error::not_found(format!("Unknown driver '{format}'"))),
+    match is_known(format) {
+        true => Ok(format.to_owned()),
+        false => Err(Error::not_found(format!("Unknown driver '{format}'"))),
     }
 }
 
@@ -302,6 +307,12 @@ pub(super) fn errno_text(errno: i32) -> String {
         Some(at) => text[..at].to_owned(),
         None => text,
     }
+}
+
+/// A moment as the tools print it, in local time.
+pub(super) fn local_time(seconds: u32) -> String {
+    let [year, month, day, hour, minute, second] = super::sys::local_time(i64::from(seconds));
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}")
 }
 
 /// An error as the tools would word it: causes behind colons, errno in words.

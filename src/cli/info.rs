@@ -134,6 +134,7 @@ pub(super) fn look(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Info> {
             graph.forget_node(&node)?;
             Ok(plain(spec, size, file))
         }
+        "qcow2" => super::qcow2::look(ctx, spec).map(|info| Info { file, ..info }),
         other => Err(Error::unsupported(format!("Driver '{other}' tells nothing about its images"))),
     }
 }

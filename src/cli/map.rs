@@ -5,8 +5,10 @@ use super::image::{Image, ImageFlags, SECTOR, errno_text, error_text};
 use super::size::{self, SizeError};
 use super::tool::{Ended, Step, Tool};
 use crate::error::IoResult;
+use crate::format::qcow2::Qcow2Node;
+use crate::format::qcow2::map::Run;
 use crate::format::raw::RawNode;
-use crate::node::{ExtentFlags, Node};
+use crate::node::{Edge, ExtentFlags, Node};
 use crate::queue::Cx;
 use crate::sync::Arc;
 use crate::units::ByteRange;
@@ -194,39 +196,82 @@ fn entry_at(image: &Image, range: ByteRange) -> IoResult<Entry> {
         .unwrap_or_else(|e| Err(e.as_io()))
 }
 
-/// What a node says of the start of `range`, with the place in a file where the node is one that knows it.
-async fn node_entry(cx: &Cx, node: Arc<dyn Node>, range: ByteRange) -> IoResult<Entry> {
-    if node.as_any().is::<RawNode>() {
-        let window = node.get("offset").and_then(|text| text.parse().ok()).unwrap_or(0);
-        let file = node.children().into_iter().find(|c| c.0 == "file").map(|c| c.1.node());
-        if let Some(file) = file {
-            let below = ByteRange { offset: range.offset + window, len: range.len };
-            let extent = cx.status(&*file, below).await?;
-            let zero = extent.is_zero();
-            return Ok(Entry {
-                start: range.offset,
-                len: extent.len,
-                present: true,
-                zero,
-                data: !zero,
-                offset: Some(below.offset),
-                file: file.get("filename"),
-                ..Entry::default()
-            });
+/// What a node says of the start of `range`, with the place in a file where a layer is one that knows it.
+async fn node_entry(cx: &Cx, mut node: Arc<dyn Node>, range: ByteRange) -> IoResult<Entry> {
+    let mut at = Entry { start: range.offset, len: range.len, ..Entry::default() };
+    loop {
+        let asked = ByteRange { len: at.len, ..range };
+        let below = if node.as_any().is::<RawNode>() {
+            return raw_entry(cx, &*node, asked, at).await;
+        } else if let Some(top) = node.as_any().downcast_ref::<Qcow2Node>() {
+            let found = top.image().mapped(cx, asked).await?;
+            at.len = found.range.len;
+            let Run::Unallocated = found.run else {
+                return qcow2_entry(cx, &*top.image().data().node(), found.run, at).await;
+            };
+            top.image().backing().map(Edge::node)
+        } else {
+            return plain_entry(cx, &*node, asked, at).await;
+        };
+        // Past the end of a short layer it is the one above that answers (qcow2.md section 6).
+        let Some(below) = below.filter(|b| range.offset < b.limits().size) else {
+            return Ok(Entry { zero: true, ..at });
+        };
+        at.len = at.len.min(below.limits().size - range.offset);
+        at.depth = at.depth.saturating_add(1);
+        node = below;
+    }
+}
+
+/// A range that lies as it is in the file of a raw image.
+async fn raw_entry(cx: &Cx, node: &dyn Node, range: ByteRange, at: Entry) -> IoResult<Entry> {
+    let window = node.get("offset").and_then(|text| text.parse().ok()).unwrap_or(0);
+    let Some(file) = node.children().into_iter().find(|c| c.0 == "file").map(|c| c.1.node()) else {
+        return plain_entry(cx, node, range, at).await;
+    };
+    let below = ByteRange { offset: range.offset + window, len: range.len };
+    let extent = cx.status(&*file, below).await?;
+    let (zero, name) = (extent.is_zero(), file.get("filename"));
+    let offset = Some(below.offset);
+    Ok(Entry { len: extent.len, present: true, zero, data: !zero, offset, file: name, ..at })
+}
+
+/// A range that a qcow2 image holds; `file` is where its data is. Space that nothing has been written to is data that reads as zeros.
+async fn qcow2_entry(cx: &Cx, file: &dyn Node, run: Run, at: Entry) -> IoResult<Entry> {
+    let at = Entry { present: true, ..at };
+    let (host, data) = match run {
+        Run::Compressed(_) => return Ok(Entry { data: true, compressed: true, ..at }),
+        Run::Unallocated | Run::Zero(None) => return Ok(Entry { zero: true, ..at }),
+        Run::Zero(Some(host)) => (host.get(), false),
+        Run::Data(host) => (host.get(), true),
+    };
+    let (mut len, mut zero) = (at.len, !data);
+    if data {
+        let size = file.limits().size;
+        if host >= size {
+            zero = true;
+        } else {
+            let extent = cx.status(file, ByteRange { offset: host, len: len.min(size - host) }).await?;
+            zero = extent.is_zero();
+            // The end of the file is no border: what is past it reads as zeros, or is the rest of a cluster.
+            len = if host + extent.len >= size { len } else { extent.len };
         }
     }
-    let extent = cx.status(&*node, range).await?;
+    Ok(Entry { len, zero, data, offset: Some(host), file: file.get("filename"), ..at })
+}
+
+async fn plain_entry(cx: &Cx, node: &dyn Node, range: ByteRange, at: Entry) -> IoResult<Entry> {
+    let extent = cx.status(node, range).await?;
     let zero = extent.is_zero();
     let present = extent.flags.contains(ExtentFlags::ALLOCATED);
     Ok(Entry {
-        start: range.offset,
         len: extent.len,
-        depth: extent.depth,
+        depth: at.depth.saturating_add(extent.depth),
         present,
         zero,
         data: present && !zero,
         compressed: extent.flags.contains(ExtentFlags::COMPRESSED),
-        ..Entry::default()
+        ..at
     })
 }
 

@@ -5,6 +5,7 @@
 //! that clap refuses end with code 2.
 
 mod bench;
+mod check;
 mod compare;
 pub mod daemon;
 mod demo;
@@ -14,6 +15,7 @@ mod info;
 mod io;
 mod map;
 mod probe;
+mod qcow2;
 mod serve;
 mod size;
 mod sys;
@@ -37,6 +39,9 @@ enum Command {
     Demo(demo::Args),
     /// Measures request rates, with the flags of qemu-img bench
     Bench(bench::Args),
+    /// Tells whether an image is consistent, with the options of qemu-img check
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Check(Words),
     /// Tells whether two images read the same, with the options of qemu-img compare
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Compare(Words),
@@ -79,6 +84,7 @@ pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Check(args) => Ok(check::run(&args.words)),
         Command::Compare(args) => Ok(compare::run(&args.words)),
         Command::Info(args) => Ok(info::run(&args.words)),
         Command::Map(args) => Ok(map::run(&args.words)),

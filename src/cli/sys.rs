@@ -143,6 +143,17 @@ impl Detached {
     }
 }
 
+/// Year, month, day, hour, minute and second of a moment in local time.
+pub(super) fn local_time(seconds: i64) -> [i32; 6] {
+    let mut tm = std::mem::MaybeUninit::<libc::tm>::zeroed();
+    // SAFETY: both pointers are valid for the call, which writes the second; zeros are a valid value if it fails.
+    let tm = unsafe {
+        libc::localtime_r(&seconds, tm.as_mut_ptr());
+        tm.assume_init()
+    };
+    [tm.tm_year + 1900, tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec]
+}
+
 /// Sends this process a signal.
 pub(super) fn raise(signal: i32) -> io::Result<()> {
     // SAFETY: no pointers.

@@ -23,3 +23,8 @@ fn io_from_standard_input_and_open_commands_behave_like_those_of_qemu_io() {
 fn compare_map_and_info_of_raw_images_tell_what_qemu_img_tells() {
     run("raw_img", include_str!("raw_img.txt"), 80);
 }
+
+#[test]
+fn info_check_map_and_compare_of_qcow2_images_tell_what_qemu_img_tells() {
+    run("qcow2_img", include_str!("qcow2_img.txt"), 140);
+}
