@@ -4,6 +4,7 @@
 //! A tool that is not installed makes its test pass with a line on stderr, or fail if `CI` is set in the environment.
 
 use cobweb::context::{Context, ContextOptions};
+use cobweb::format::qcow2::Qcow2Node;
 use cobweb::graph::ImplicitOpen;
 use cobweb::node::Node;
 use cobweb::options::Options;
@@ -115,6 +116,10 @@ impl Dir {
     }
 
     fn read(&self, node: &Arc<dyn Node>, offset: u64, len: usize) -> Vec<u8> {
+        self.try_read(node, offset, len).unwrap_or_else(|e| panic!("read {len} at {offset}: {e:?}"))
+    }
+
+    fn try_read(&self, node: &Arc<dyn Node>, offset: u64, len: usize) -> cobweb::error::IoResult<Vec<u8>> {
         let bufs = Buffers::alloc(len, 512);
         // What is not read must show.
         bufs.fill(0xd7);
@@ -123,8 +128,7 @@ impl Dir {
             .context
             .env()
             .block_on(|cx| async move { cx.run(&*node, Request::read(offset, into)).await });
-        done.expect("may block").unwrap_or_else(|e| panic!("read {len} at {offset}: {e:?}"));
-        bufs.to_vec()
+        done.expect("may block").map(|()| bufs.to_vec())
     }
 
     /// Compares all of the image with what qemu-img says, read in several ways, and its status with its content.
@@ -421,6 +425,45 @@ fn chains_with_short_and_long_layers_read_as_qemu_reads_them() {
         );
     }
     dir.check("d39.q");
+    let node = dir.open("d39.q");
+    dir.read(&node, 0, 5 << 20);
+    let top = node.as_any().downcast_ref::<Qcow2Node>().expect("qcow2");
+    let chain = top.image().chain().expect("the layers below are of one kind");
+    assert_eq!((chain.layers().len(), chain.regions() > 0), (43, true));
+}
+
+#[test]
+fn a_filter_that_goes_into_a_chain_sees_the_reads_and_when_it_goes_they_are_as_before() {
+    if !have_tools() {
+        return;
+    }
+    let dir = Dir::new();
+    dir.create("l0.q 1M");
+    dir.io("l0.q", &["write -P 7 0 1M".to_owned()]);
+    for i in 1..4 {
+        dir.create(&format!("-b l{}.q -F qcow2 l{i}.q", i - 1));
+    }
+    let mut options = dir.options("l3.q");
+    options.set("backing.driver", "qcow2").set("backing.node-name", "middle").set("backing.read-only", "on");
+    options.set("backing.file.driver", "file").set("backing.file.read-only", "on");
+    options.set("backing.file.filename", dir.path("l2.q").to_str().expect("text"));
+    let node = dir.open_with(options).unwrap_or_else(|e| panic!("{}", e.full_text()));
+    let graph = dir.context.graph();
+    let regions = || {
+        let top = node.as_any().downcast_ref::<Qcow2Node>().expect("qcow2");
+        top.image().chain().map_or(0, |chain| chain.regions())
+    };
+    assert!(dir.read(&node, 0, 4096).iter().all(|b| *b == 7));
+    assert_eq!(regions(), 1);
+    let middle = graph.node("middle").expect("named");
+    let fault =
+        Options::parse(r#"{"driver":"fault","rules":[{"op":"read","action":"error","errno":"ENOSPC"}]}"#);
+    let filter = graph.filter_add(&middle, fault.expect("options")).expect("goes in");
+    let failed = dir.try_read(&node, 0, 4096).expect_err("the filter is asked");
+    assert_eq!(failed.errno, 28);
+    graph.filter_del(&middle, &filter).expect("goes");
+    drop((middle, filter));
+    assert!(dir.read(&node, 0, 4096).iter().all(|b| *b == 7));
 }
 
 #[test]
@@ -509,6 +552,42 @@ fn loops_missing_formats_and_unknown_protocols_are_refused_by_name() {
     let mut options = dir.options("unformatted.q");
     options.set("backing.driver", "qcow2");
     dir.open_with(options).expect("the caller says it");
+}
+
+#[test]
+fn a_chain_of_a_thousand_layers_opens_reads_and_closes() {
+    if !have_tools() {
+        return;
+    }
+    let dir = Dir::new();
+    dir.create("l0.q 1M");
+    dir.io("l0.q", &["write -P 1 0 1M".to_owned()]);
+    // Each layer is the header of the second one with another name in it, and one cluster of its own in some.
+    dir.create("-b l0000.q -F qcow2 -u layer.q 1M");
+    let header = std::fs::read(dir.path("layer.q")).expect("read");
+    let at = header.windows(7).position(|w| w == b"l0000.q").expect("it is there");
+    for i in 1..=1000 {
+        let mut bytes = header.clone();
+        let below = if i == 1 { "l0.q\0\0\0".to_owned() } else { format!("l{:04}.q", i - 1) };
+        bytes[at..at + 7].copy_from_slice(below.as_bytes());
+        if i == 1 {
+            bytes[16..20].copy_from_slice(&4u32.to_be_bytes());
+        }
+        std::fs::write(dir.path(&format!("l{i:04}.q")), bytes).expect("written");
+    }
+    // On a thread with a small stack: depth must not cost stack.
+    let ok = std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(512 << 10);
+        let body = || {
+            let node = dir.open("l1000.q");
+            let ok = dir.read(&node, 4096, 8192).iter().all(|b| *b == 1);
+            drop(node);
+            dir.close();
+            ok
+        };
+        thread.spawn_scoped(scope, body).expect("a thread").join().expect("no overflow")
+    });
+    assert!(ok);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 
 use super::Node;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Mutex, Weak};
 use arc_swap::{ArcSwap, Guard};
 use std::fmt;
 
@@ -19,6 +19,8 @@ pub struct Vertex {
     /// Filters above `base`, lowest first; changed only inside a drained section.
     filters: Mutex<Vec<Arc<Vertex>>>,
     inline: AtomicBool,
+    /// Who wants to know of changes.
+    watchers: Mutex<Vec<Weak<AtomicBool>>>,
 }
 
 impl Vertex {
@@ -30,6 +32,7 @@ impl Vertex {
             base: node,
             filters: Mutex::new(Vec::new()),
             inline: AtomicBool::new(false),
+            watchers: Mutex::default(),
         })
     }
 
@@ -68,12 +71,26 @@ impl Vertex {
         self.filters.lock().clone()
     }
 
+    /// `changed` is set when another node is on top from then on: for those who look through the top once and remember what they saw.
+    pub fn watch(&self, changed: &Arc<AtomicBool>) {
+        let mut watchers = self.watchers.lock();
+        watchers.retain(|w| w.strong_count() > 0);
+        watchers.push(Arc::downgrade(changed));
+    }
+
+    fn tell_watchers(&self) {
+        let watchers = std::mem::take(&mut *self.watchers.lock());
+        // Release: partner is the load of who remembers; the new top is there when the flag is seen.
+        watchers.iter().filter_map(Weak::upgrade).for_each(|w| w.store(true, Ordering::Release));
+    }
+
     /// Puts `filter` on top. The caller has drained every disk that reaches this vertex, and `filter`'s file edge leads to
     /// what was the top until now.
     pub fn push_filter(&self, filter: Arc<Vertex>) {
         let mut filters = self.filters.lock();
         self.top.store(Arc::new(filter.base.clone()));
         filters.push(filter);
+        self.tell_watchers();
     }
 
     /// Takes `filter` out, wherever it is in the stack; the caller has drained every disk that reaches this vertex. Returns whether it was there.
@@ -92,6 +109,7 @@ impl Vertex {
             }
             None => self.top.store(Arc::new(below)),
         }
+        self.tell_watchers();
         true
     }
 }

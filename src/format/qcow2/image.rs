@@ -1,6 +1,7 @@
 //! An open image: what all its requests share.
 
 use super::cache::L2Cache;
+use super::chain::ChainMap;
 use super::decompress::Clusters;
 use super::header::Header;
 use super::l1::{L1, L1Table};
@@ -16,6 +17,7 @@ use crate::queue::{Cx, Env};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, Weak};
 use crate::units::ByteRange;
+use arc_swap::ArcSwapOption;
 use once_cell::sync::OnceCell;
 use std::fmt;
 
@@ -35,6 +37,15 @@ pub struct Image {
     pub data_file: Option<Edge>,
     /// The backing file; set once, before the node is used.
     pub backing: OnceCell<Option<Edge>>,
+    /// The layers that were opened with this one, from the top down. Dropped after `backing` and in this order: each layer then lets go of the next
+    /// while that is still held here, so that dropping a long chain does not recurse.
+    pub layers: OnceCell<Vec<Arc<Image>>>,
+    /// The map of the layers below, if there are any it can cover; see [`Image::chain`].
+    pub chain: ArcSwapOption<ChainMap>,
+    /// Whether it has been tried to make that map.
+    pub chain_tried: AtomicBool,
+    /// Who wants to know when the image is not read-only any more.
+    pub watchers: Mutex<Vec<Weak<AtomicBool>>>,
     /// The active L1 table.
     pub l1: Arc<L1>,
     /// Slices of L2 tables.
@@ -63,6 +74,40 @@ impl Image {
     /// Bytes of the disk.
     pub fn size(&self) -> u64 {
         self.size.load(Ordering::Acquire)
+    }
+
+    /// The map of the layers below, made when it is first needed and anew when the chain has changed; `None` if there is nothing it could cover.
+    pub fn chain(&self) -> Option<Arc<ChainMap>> {
+        let chain = self.chain.load_full();
+        match chain {
+            Some(chain) if chain.is_current() => return Some(chain),
+            None if self.chain_tried.load(Ordering::Acquire) => return None,
+            _ => {}
+        }
+        let chain = self.backing().and_then(ChainMap::new);
+        self.chain.store(chain.clone());
+        self.chain_tried.store(true, Ordering::Release);
+        chain
+    }
+
+    /// Sets the backing file, or that there is none. Once, before the node is used. `layers` are the images below that were opened with this one.
+    pub fn attach(&self, backing: Option<Edge>, layers: Vec<Arc<Image>>) {
+        let set = self.backing.set(backing).is_ok() && self.layers.set(layers).is_ok();
+        debug_assert!(set, "a layer has one place");
+    }
+
+    /// `changed` is set when what the image reads as can change from then on: it becomes writable.
+    pub fn watch(&self, changed: &Arc<AtomicBool>) {
+        let mut watchers = self.watchers.lock();
+        watchers.retain(|w| w.strong_count() > 0);
+        watchers.push(Arc::downgrade(changed));
+    }
+
+    /// Lets the image be written, or not any more. What stands on it is told first.
+    pub fn set_writable(&self, writable: bool) {
+        self.read_only.store(!writable, Ordering::Release);
+        let watchers = std::mem::take(&mut *self.watchers.lock());
+        watchers.iter().filter_map(Weak::upgrade).for_each(|changed| changed.store(true, Ordering::Release));
     }
 
     /// Whether the image can be written.

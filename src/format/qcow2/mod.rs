@@ -11,7 +11,8 @@
 //! Metadata in RAM: [`l1`] (the active L1 table), [`cache`] (slices of L2 tables; what a commit takes from them).
 //!
 //! An open image: [`open`] (options to images, the chain below), [`settings`] (QEMU's option names), [`image`] (state that all requests share), `node` (the trait), [`map`]
-//! (guest range to runs), `read` (plans and slow reads), `decompress` (compressed clusters, kept for a while).
+//! (guest range to runs), `read` (plans and slow reads), `decompress` (compressed clusters, kept for a while), [`chain`] (the
+//! layers below as one).
 //!
 //! Writing: `write` (fast and slow path), `zero` (write-zeroes, discard), `tables` (L2 tables of the image's own, the window of entries that a request changes),
 //! [`cow`] (what a partial write must bring along), [`alloc`] (host clusters), [`commit`] (what is durable when), [`writer`] (what a writable image has beside),
@@ -24,6 +25,7 @@ pub mod addr;
 pub mod alloc;
 pub mod bitmap;
 pub mod cache;
+pub mod chain;
 pub mod check;
 mod close;
 pub mod commit;

@@ -42,7 +42,10 @@ impl Qcow2Node {
                     return Ok(Extent::hole(len));
                 }
                 let part = ByteRange { offset: range.offset, len: len.min(size - range.offset) };
-                let mut extent = cx.status(&*below, part).await?;
+                let mut extent = match self.image.chain() {
+                    Some(chain) => chain.status(cx, part).await?,
+                    None => cx.status(&*below, part).await?,
+                };
                 extent.depth = extent.depth.saturating_add(1);
                 return Ok(extent);
             }

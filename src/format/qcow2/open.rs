@@ -12,7 +12,7 @@ use super::image::Image;
 use super::l1::L1;
 use super::meta_io::read_at;
 use super::node::Qcow2Node;
-use super::settings::{QCOW2_PROPS, Settings};
+use super::settings::{L2_CACHE_DEFAULT_MAX, QCOW2_PROPS, Settings};
 use super::writer::Writer;
 use crate::error::{Code, Error, Result};
 use crate::graph::{Base, Chain, NamedChild, OpenCx};
@@ -22,7 +22,11 @@ use crate::queue::Cx;
 use crate::request::{Buffers, Class};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex};
+use arc_swap::ArcSwapOption;
 use once_cell::sync::OnceCell;
+
+/// Least L2 cache of a layer in a chain, in bytes.
+const CHAIN_CACHE_MIN: u64 = 64 << 10;
 
 /// What a layer stands on.
 enum Below {
@@ -55,12 +59,14 @@ pub fn open(cx: &OpenCx<'_>, options: Options) -> Result<Arc<dyn Node>> {
             }
         }
     };
+    share_memory(&layers);
+    let images = layers.iter().map(|(_, layer)| layer.image().clone()).collect();
     // From the bottom up, so that a layer that can be found by name has all that is below it.
     for (name, layer) in layers.into_iter().rev() {
-        attach(&layer, base);
+        layer.image().attach(base, Vec::new());
         base = Some(cx.add(name, layer)?);
     }
-    attach(&top, base);
+    top.image().attach(base, images);
     if top.image().is_writable() {
         let image = top.image();
         let writer = cx.env().block_on(|cx| async move { Writer::open(&cx, image).await })??;
@@ -70,9 +76,16 @@ pub fn open(cx: &OpenCx<'_>, options: Options) -> Result<Arc<dyn Node>> {
     Ok(top)
 }
 
-fn attach(layer: &Qcow2Node, below: Option<Edge>) {
-    let set = layer.image().backing.set(below);
-    debug_assert!(set.is_ok(), "a layer has one place");
+/// The layers below the top share what one image may use for its L2 tables: the chain map answers for them, so their slices are mostly used once (qcow2.md 5.2).
+fn share_memory(layers: &[(String, Arc<Qcow2Node>)]) {
+    let each = (L2_CACHE_DEFAULT_MAX / layers.len().max(1) as u64).max(CHAIN_CACHE_MIN);
+    for (_, layer) in layers {
+        let image = layer.image();
+        let sizes = image.settings.cache_sizes(&image.layout, image.size());
+        if !image.settings.sizes_are_given() && sizes.l2 > each {
+            image.cache.set_capacity(each);
+        }
+    }
 }
 
 /// Reads and validates the header of the image in `file`.
@@ -125,6 +138,10 @@ fn open_layer(
         size: AtomicU64::new(size),
         data_file,
         backing: OnceCell::new(),
+        layers: OnceCell::new(),
+        chain: ArcSwapOption::empty(),
+        chain_tried: AtomicBool::new(false),
+        watchers: Mutex::default(),
         l1: Arc::new(L1::new(header.l1_offset, l1_entries as usize)),
         cache: L2Cache::new(layout, keys, file.clone(), sizes.l2, part),
         clusters: Clusters::new(header.compression, layout.cluster_size()),

@@ -9,11 +9,13 @@ use super::image::Image;
 use super::join::join_bounded;
 use super::l1::L1Table;
 use super::map::{Mapped, Run, Slices, Stop, map, table_of};
+use super::meta_io::read_at;
 use crate::error::IoResult;
 use crate::node::Plan;
 use crate::queue::Cx;
 use crate::request::{Buffers, Class, ReqRef, Request};
 use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
 use crate::units::ByteRange;
 
 /// Slices of one window.
@@ -67,6 +69,13 @@ impl Image {
 
     fn plan_backing(&self, req: ReqRef<'_>) -> Plan {
         let Some(backing) = self.backing() else { return Plan::Zero };
+        let chain = self.chain.load();
+        if let Some(chain) = chain.as_ref() {
+            return if chain.is_current() { chain.plan(req) } else { Plan::Slow };
+        }
+        if !self.chain_tried.load(Ordering::Acquire) {
+            return Plan::Slow;
+        }
         let below = backing.get();
         let size = below.limits().size;
         if req.range.end() <= size {
@@ -174,13 +183,20 @@ impl Image {
 
     async fn read_piece(&self, cx: &Cx, piece: Mapped, bufs: Buffers, class: Class) -> IoResult {
         match piece.run {
-            Run::Zero(_) => {
+            Run::Unallocated => self.read_backing(cx, piece.range.offset, bufs, class).await,
+            _ => self.read_held(cx, piece, bufs, class).await,
+        }
+    }
+
+    /// Reads a piece that this layer has; zeros for one that it has not.
+    pub(super) async fn read_held(&self, cx: &Cx, piece: Mapped, bufs: Buffers, class: Class) -> IoResult {
+        match piece.run {
+            Run::Zero(_) | Run::Unallocated => {
                 bufs.fill(0);
                 Ok(())
             }
-            Run::Unallocated => self.read_backing(cx, piece.range.offset, bufs, class).await,
             // Past the end of the file there are zeros (qcow2.md section 7, trap 21).
-            Run::Data(host) => super::meta_io::read_at(cx, &*self.data().node(), host, &bufs, class).await,
+            Run::Data(host) => read_at(cx, &*self.data().node(), host, &bufs, class).await,
             Run::Compressed(place) => {
                 let whole = self.clusters.get(cx, &self.file, place, class).await.inspect_err(|e| {
                     *self.last_error.lock() =
@@ -195,6 +211,9 @@ impl Image {
 
     /// Reads what the layer below shows; zeros past its end, also where a deeper layer is longer (qcow2.md 5.4).
     pub(super) async fn read_backing(&self, cx: &Cx, offset: u64, bufs: Buffers, class: Class) -> IoResult {
+        if let Some(chain) = self.chain() {
+            return chain.read(cx, offset, &bufs, class).await;
+        }
         let below = self.backing().map(|edge| edge.node());
         let size = below.as_ref().map_or(0, |node| node.limits().size);
         let inside = size.saturating_sub(offset).min(bufs.len() as u64) as usize;

@@ -264,6 +264,11 @@ impl Settings {
         layout.with_slice(self.l2_entry.unwrap_or(SLICE_DEFAULT.min(layout.cluster_size())))
     }
 
+    /// Whether the options say how large the caches are.
+    pub fn sizes_are_given(&self) -> bool {
+        self.l2_bytes.is_some() || self.total_bytes.is_some()
+    }
+
     /// Sizes of the caches for a disk of `size` bytes.
     pub fn cache_sizes(&self, layout: &Layout, size: u64) -> CacheSizes {
         let needed = layout.clusters_for(size) << layout.entry_bits();

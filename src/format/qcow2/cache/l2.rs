@@ -28,7 +28,7 @@ pub struct L2Cache {
     /// Bytes of a part that is written alone.
     part_bytes: u32,
     file: Arc<Edge>,
-    index: Index,
+    index: Index<Slice>,
     shards: Box<[Mutex<Shard>]>,
     /// Most slices per shard.
     shard_max: AtomicUsize,
@@ -44,7 +44,7 @@ pub struct L2Cache {
 
 #[derive(Default)]
 struct Shard {
-    ring: Ring,
+    ring: Ring<Slice>,
     loading: BTreeMap<u64, Arc<Flight<Arc<Slice>>>>,
 }
 

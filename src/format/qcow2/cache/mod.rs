@@ -22,5 +22,7 @@ mod slice;
 #[cfg(test)]
 mod tests;
 
+pub(super) use evict::{Cached, Ring};
+pub(super) use index::Index;
 pub use l2::{L2Cache, Pinned, SliceRef};
 pub use slice::{DirtyPart, Slice};

@@ -1,6 +1,7 @@
 //! One slice: entries that can be read while they change, and what of it is not in the file yet.
 
 use super::super::entry::Words;
+use super::evict::Cached;
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::fmt;
 
@@ -95,11 +96,6 @@ impl Slice {
         if !self.used.load(Ordering::Relaxed) {
             self.used.store(true, Ordering::Relaxed);
         }
-    }
-
-    /// Takes the mark of a look away; whether there was one.
-    pub(super) fn take_used(&self) -> bool {
-        self.used.swap(false, Ordering::Relaxed)
     }
 
     /// Stores an entry. The caller holds a pin and marks the part afterwards.
@@ -213,7 +209,7 @@ impl Slice {
     }
 
     /// Whether nothing keeps it in the cache now.
-    pub(super) fn is_idle(&self) -> bool {
+    fn is_idle(&self) -> bool {
         self.pins.load(Ordering::Acquire) == 0
             && self.dirty.load(Ordering::Acquire) == 0
             && self.cuts.load(Ordering::Acquire) == 0
@@ -230,6 +226,16 @@ impl Slice {
         }
         self.pins.fetch_and(!EVICTED, Ordering::AcqRel);
         false
+    }
+}
+
+impl Cached for Slice {
+    fn take_used(&self) -> bool {
+        self.used.load(Ordering::Relaxed) && self.used.swap(false, Ordering::Relaxed)
+    }
+
+    fn try_evict(&self) -> bool {
+        self.is_idle() && self.evict()
     }
 }
 
