@@ -317,7 +317,13 @@ pub async fn create(
     options.check()?;
     let size = options.stored_size()?;
     let place = options.place(size)?;
-    let header = options.header(&place, size).encode()?;
+    let mut header = options.header(&place, size);
+    let header = header.encode().or_else(|e| {
+        // The names of features are for messages only; in a small cluster the name of the backing file comes first.
+        let had = header.extensions.len();
+        header.extensions.retain(|e| e.magic != extension::FEATURE_TABLE);
+        if header.extensions.len() < had { header.encode() } else { Err(e) }
+    })?;
     if options.data_file.is_some() != data_file.is_some() {
         return Err(Error::invalid("option 'data_file' and the node for it go together"));
     }
