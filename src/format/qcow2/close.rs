@@ -21,6 +21,6 @@ impl Image {
         if self.is_dirty(writer) {
             Commit::flush(self, writer, cx).await?;
         }
-        Ok(())
+        writer.alloc.idle(cx).await
     }
 }

@@ -33,7 +33,7 @@ pub struct Writer {
     /// Host clusters.
     pub alloc: Arc<Allocator>,
     /// Commits.
-    pub commit: Commit,
+    pub commit: Arc<Commit>,
     /// The header.
     pub header: HeaderArea,
     /// Counters.
@@ -106,7 +106,7 @@ impl Writer {
         drop(l1);
         let writer = Arc::new(Self {
             alloc: Allocator::new(config, counts),
-            commit: Commit::new(),
+            commit: Arc::new(Commit::new()),
             header: area,
             counters: Counters::default(),
             changing: list(layout.cluster_bits.max(16) + 1),

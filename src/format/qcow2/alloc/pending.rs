@@ -54,6 +54,13 @@ impl Pending {
         self.list.drain(..ready).map(|(_, unlinked)| unlinked).collect()
     }
 
+    /// Puts back what was taken out and could not be freed; it is durable already.
+    pub fn put_back(&mut self, list: &[Unlinked]) {
+        for unlinked in list.iter().rev() {
+            self.list.push_front((0, *unlinked));
+        }
+    }
+
     /// Whether something waits for a cut.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
@@ -83,6 +90,16 @@ mod tests {
         assert_eq!(p.take(3), [clusters(0, 3, true)], "neighbours of one cut go together");
         assert_eq!(p.take(3), []);
         assert_eq!((p.take(9), p.is_empty()), (vec![clusters(3, 1, true)], true));
+    }
+
+    #[test]
+    fn what_is_put_back_comes_first_and_at_once() {
+        let mut p = Pending::default();
+        p.push(3, clusters(0, 2, true));
+        p.push(4, clusters(7, 2, true));
+        let taken = p.take(3);
+        p.put_back(&taken);
+        assert_eq!(p.take(1), taken);
     }
 
     #[test]

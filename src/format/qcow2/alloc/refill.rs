@@ -148,6 +148,7 @@ impl Allocator {
             cx.spawn(async move {
                 let done = work.await;
                 *this.refill.lock() = None;
+                drop(this);
                 landing.land(done);
             });
             return flight.wait(cx).await;
@@ -166,6 +167,8 @@ impl Allocator {
         cx.spawn(async move {
             let done = Refill { alloc: &this, cx: &task, kind }.run(need).await;
             *this.refill.lock() = None;
+            // Who waits for the end may close the file then.
+            drop(this);
             landing.land(done);
         });
         (flight, true)

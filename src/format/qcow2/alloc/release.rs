@@ -30,6 +30,7 @@ impl Allocator {
         cx.spawn(async move {
             let done = this.release(&task).await;
             *this.release.lock() = None;
+            drop(this);
             landing.land(done);
         });
         flight
@@ -47,6 +48,19 @@ impl Allocator {
         }
     }
 
+    /// Waits until no task of the allocator is under way.
+    pub async fn idle(&self, cx: &Cx) -> IoResult {
+        loop {
+            let flight = self.release.lock().clone().or(self.refill.lock().clone());
+            let Some(flight) = flight else { return Ok(()) };
+            // What became of it is for those who asked for it.
+            let _ = flight.wait(cx).await;
+            if cx.is_cancelled() {
+                return Err(crate::error::IoError::cancelled());
+            }
+        }
+    }
+
     async fn release(&self, cx: &Cx) -> IoResult {
         let list = {
             let mut state = self.state.lock();
@@ -57,8 +71,7 @@ impl Allocator {
         }
         self.grace.quiesce().await;
         let file = self.file.node();
-        let mut result = Ok(());
-        for batch in list.chunks(BATCH) {
+        for (at, batch) in list.chunks(BATCH).enumerate() {
             for unlinked in batch.iter().filter(|u| u.punch && u.kind == UnlinkedKind::Clusters) {
                 let inside = file.limits().size.saturating_sub(unlinked.range.offset).min(unlinked.range.len);
                 let range = ByteRange { offset: unlinked.range.offset, len: inside };
@@ -82,10 +95,13 @@ impl Allocator {
                     }
                 })
                 .await;
-            // What could not be lowered leaks until the next check.
-            result = result.and(lowered);
+            if let Err(e) = lowered {
+                // For the next release.
+                self.state.lock().pending.put_back(&list[at * BATCH..]);
+                return Err(e);
+            }
         }
-        result
+        Ok(())
     }
 
     /// The clusters that lose a reference.

@@ -124,7 +124,7 @@ impl Commit {
     fn start(image: &Arc<Image>, writer: &Arc<Writer>, cx: &Cx) {
         let (image, writer, task) = (image.clone(), writer.clone(), cx.detached());
         cx.spawn(async move {
-            let running = Running(&writer.commit);
+            let running = Running(writer.commit.clone());
             let begun = writer.alloc.cuts_begun();
             let result = run(&image, &writer, &task).await;
             {
@@ -138,8 +138,10 @@ impl Commit {
                     }
                 }
             }
-            drop(running);
             writer.alloc.release_soon(&task);
+            // Who waits for the end may close the file then.
+            drop((image, writer));
+            drop(running);
         });
     }
 }
@@ -152,9 +154,9 @@ async fn run(image: &Arc<Image>, writer: &Arc<Writer>, cx: &Cx) -> IoResult {
 }
 
 /// A commit under way; also if its task is dropped those who wait go on.
-struct Running<'a>(&'a Commit);
+struct Running(Arc<Commit>);
 
-impl Drop for Running<'_> {
+impl Drop for Running {
     fn drop(&mut self) {
         self.0.state.lock().running = false;
         self.0.ended.notify(usize::MAX);
