@@ -9,7 +9,7 @@ use cobweb::request::{Buffers, Flags, Request};
 use cobweb::units::ByteRange;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Whether the tools can be run; loud if not.
 fn have_tools() -> bool {
@@ -21,6 +21,12 @@ fn have_tools() -> bool {
         }
         found
     })
+}
+
+/// One test at a time: a process that another test starts has our descriptors, and with them our image locks, from its fork to its exec.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// A small generator; the engine's own is not public.
@@ -124,9 +130,12 @@ impl Image {
 
     /// Runs a tool in the directory; the words are split at blanks.
     fn run(&self, words: &str) -> String {
-        let mut words = words.split_whitespace();
-        let mut command = Command::new(words.next().expect("a tool"));
-        let out = command.args(words).current_dir(self.dir.path()).output().expect("it starts");
+        self.run_args(&words.split_whitespace().collect::<Vec<_>>())
+    }
+
+    fn run_args(&self, words: &[&str]) -> String {
+        let mut command = Command::new(words[0]);
+        let out = command.args(&words[1..]).current_dir(self.dir.path()).output().expect("it starts");
         let text =
             format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
         assert!(out.status.success(), "{command:?} failed: {text}");
@@ -154,6 +163,7 @@ impl Image {
         let graph = self.context.graph();
         graph.insert(&self.disk, None).expect("taken out");
         graph.collect().expect("settled");
+        assert!(graph.nodes().is_empty(), "a task keeps a node: {:?}", graph.nodes());
     }
 
     fn block(&self, req: Request) {
@@ -191,6 +201,38 @@ impl Image {
         }
     }
 
+    /// Closed: qemu-io writes, and perhaps a snapshot is taken.
+    fn qemu_turn(&mut self, rng: &mut Rng, snapshots: bool) {
+        let size = self.model.len() as u64;
+        let mut words = "qemu-io -f qcow2 -d unmap".to_owned();
+        let mut commands = Vec::new();
+        for _ in 0..3 {
+            let range = random_range(rng, size / 512 * 512, 4 * self.cluster);
+            let range = ByteRange { offset: range.offset / 512 * 512, len: range.len.next_multiple_of(512) };
+            let range = ByteRange { len: range.len.min(size / 512 * 512 - range.offset), ..range };
+            let byte = if rng.below(4) == 0 { 0 } else { rng.next() as u8 };
+            let what = if byte == 0 { "write -z".to_owned() } else { format!("write -P {byte}") };
+            commands.push(format!("{what} {} {}", range.offset, range.len));
+            self.model[range.offset as usize..range.end() as usize].fill(byte);
+        }
+        if self.path("df.raw").exists() {
+            words += " --image-opts driver=qcow2,discard=unmap,file.filename=i.q,data-file.driver=file,data-file.filename=df.raw";
+            words = words.replace("-f qcow2 ", "");
+        } else {
+            words += " i.q";
+        }
+        let mut command = Command::new("qemu-io");
+        command.args(words.split_whitespace().skip(1)).current_dir(self.dir.path());
+        commands.iter().for_each(|c| {
+            command.args(["-c", c]);
+        });
+        let out = command.output().expect("it starts");
+        assert!(out.status.success(), "{command:?}: {}", String::from_utf8_lossy(&out.stderr));
+        if snapshots && rng.below(2) == 0 {
+            self.run(&format!("qemu-img snapshot -c s{} i.q", rng.next()));
+        }
+    }
+
     /// Closed: qemu-img finds nothing wrong and reads the same.
     fn judge(&self, what: &str) {
         let out = Command::new("qemu-img")
@@ -224,7 +266,7 @@ fn random_range(rng: &mut Rng, size: u64, longest: u64) -> ByteRange {
 
 const UNTIL_JUDGED: u64 = 40;
 
-fn random_load(image: &mut Image, seed: u64, steps: u64) {
+fn random_load(image: &mut Image, seed: u64, steps: u64, snapshots: bool) {
     let mut rng = Rng(seed);
     let size = image.model.len() as u64;
     let longest = (size / 3).min(6 * image.cluster).max(8192);
@@ -250,6 +292,8 @@ fn random_load(image: &mut Image, seed: u64, steps: u64) {
         if step % UNTIL_JUDGED == UNTIL_JUDGED - 1 {
             image.close();
             image.judge(&format!("step {step}"));
+            image.qemu_turn(&mut rng, snapshots);
+            image.judge(&format!("qemu's turn after step {step}"));
             image.open();
         }
     }
@@ -263,6 +307,7 @@ fn random_load_leaves_clean_images_in_all_geometries() {
     if !have_tools() {
         return;
     }
+    let _alone = alone();
     let cases: &[(&str, u64, u64, &str)] = &[
         ("", 2 << 20, 0, ""),
         ("", 2 << 20, 2 << 20, "raw"),
@@ -288,7 +333,7 @@ fn random_load_leaves_clean_images_in_all_geometries() {
     for (n, (options, size, base, format)) in cases.iter().enumerate() {
         eprintln!("{options} {size} over {base} {format}");
         let mut image = Image::new(options, *size, *base, format, n as u64);
-        random_load(&mut image, 1000 + n as u64, 160);
+        random_load(&mut image, 1000 + n as u64, 160, false);
     }
 }
 
@@ -297,6 +342,7 @@ fn enabled_bitmaps_are_marked_in_use_before_a_write_and_disabled_ones_stay() {
     if !have_tools() {
         return;
     }
+    let _alone = alone();
     let mut image = Image::new("", 1 << 20, 0, "", 7);
     image.close();
     image.run("qemu-img bitmap --add -g 64k i.q on");
@@ -320,4 +366,115 @@ fn enabled_bitmaps_are_marked_in_use_before_a_write_and_disabled_ones_stay() {
     };
     assert_eq!((flags("on"), flags("off")), (vec!["in-use".to_owned(), "auto".to_owned()], vec![]));
     image.run("qemu-img bitmap --remove i.q on");
+}
+
+#[test]
+fn random_load_over_internal_snapshots_and_compressed_clusters_leaves_clean_images() {
+    if !have_tools() {
+        return;
+    }
+    let _alone = alone();
+    let cases: &[(&str, u64, u64)] = &[
+        ("", 2 << 20, 0),
+        ("cluster_size=4k", 1 << 20, 1 << 20),
+        ("cluster_size=512", 256 << 10, 0),
+        ("cluster_size=16k,extended_l2=on", 1 << 20, 1 << 20),
+        ("cluster_size=4k,compat=0.10", 1 << 20, 0),
+        ("cluster_size=4k,refcount_bits=4", 1 << 20, 0),
+    ];
+    for (n, (options, size, base)) in cases.iter().enumerate() {
+        eprintln!("{options} {size} over {base}");
+        let mut image = Image::new(options, *size, *base, "raw", 50 + n as u64);
+        image.close();
+        // Compressed clusters under the load, and a snapshot that has them too.
+        let half = size / 2 / image.cluster * image.cluster;
+        let mut at = 0;
+        while at < half {
+            image.run_args(&[
+                "qemu-io",
+                "-f",
+                "qcow2",
+                "-c",
+                &format!("write -c -P 5 {at} {}", image.cluster),
+                "i.q",
+            ]);
+            image.model[at as usize..(at + image.cluster) as usize].fill(5);
+            at += image.cluster * 7;
+        }
+        image.run("qemu-img snapshot -c first i.q");
+        image.judge("before");
+        let before = image.model.clone();
+        image.open();
+        random_load(&mut image, 2000 + n as u64, 160, true);
+        // The snapshot is what it was.
+        std::fs::write(image.path("before.raw"), &before).expect("written");
+        image.run("qemu-img convert -q -f qcow2 -l snapshot.name=first -O raw i.q after.raw");
+        assert!(
+            std::fs::read(image.path("after.raw")).expect("read") == before,
+            "{options}: the snapshot changed"
+        );
+    }
+}
+
+#[test]
+fn threads_that_write_to_the_same_clusters_find_their_own_sectors_as_they_left_them() {
+    if !have_tools() {
+        return;
+    }
+    let _alone = alone();
+    const THREADS: u64 = 4;
+    for (options, base) in [("", 0), ("", 2 << 20), ("extended_l2=on", 2 << 20), ("cluster_size=4k", 2 << 20)]
+    {
+        let size = 2u64 << 20;
+        let mut image = Image::new(options, size, base, "raw", 9);
+        let disk = image.disk.clone();
+        let model = image.model.clone();
+        let parts: Vec<Vec<(u64, Vec<u8>)>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS)
+                .map(|t| {
+                    let (disk, model) = (&disk, &model);
+                    scope.spawn(move || {
+                        // Every fourth block of 512 bytes to 4 KiB is this thread's.
+                        let unit = [512, 1024, 4096, 2048][t as usize];
+                        let mut rng = Rng(t + 77);
+                        let blocks = size / (4096 * THREADS);
+                        let mut own: Vec<(u64, Vec<u8>)> = (0..blocks)
+                            .map(|b| {
+                                let at = (b * THREADS + t) * 4096;
+                                (at, model[at as usize..][..unit].to_vec())
+                            })
+                            .collect();
+                        for step in 0..400u64 {
+                            let (at, bytes) = &mut own[rng.below(blocks) as usize];
+                            match rng.below(8) {
+                                0 => disk.flush().expect("flushed"),
+                                1 => {
+                                    let range = ByteRange { offset: *at, len: unit as u64 };
+                                    disk.write_zeroes(range, Flags::MAY_UNMAP).expect("zeroed");
+                                    bytes.fill(0);
+                                }
+                                2 | 3 => {
+                                    let mut seen = vec![0; unit];
+                                    disk.read(*at, &mut seen).expect("read");
+                                    assert!(seen == *bytes, "thread {t} step {step}");
+                                }
+                                _ => {
+                                    bytes.fill(rng.next() as u8);
+                                    disk.write(*at, bytes).expect("written");
+                                }
+                            }
+                        }
+                        own
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().expect("no panic")).collect()
+        });
+        for (at, bytes) in parts.into_iter().flatten() {
+            image.model[at as usize..][..bytes.len()].copy_from_slice(&bytes);
+        }
+        image.check_content(options);
+        image.close();
+        image.judge(options);
+    }
 }

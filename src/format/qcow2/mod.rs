@@ -31,6 +31,8 @@ mod close;
 pub mod commit;
 mod compress;
 pub mod cow;
+#[cfg(test)]
+mod crash_tests;
 pub mod create;
 mod decompress;
 pub mod entry;
