@@ -131,6 +131,15 @@ impl Dir {
         done.expect("may block").map(|()| bufs.to_vec())
     }
 
+    fn write(&self, node: &Arc<dyn Node>, offset: u64, data: &[u8]) {
+        let (node, data) = (node.clone(), Buffers::from_bytes(data));
+        let done = self.context.env().block_on(|cx| async move {
+            cx.run(&*node, Request::write(offset, data)).await?;
+            cx.run(&*node, Request::flush()).await
+        });
+        done.expect("may block").expect("written");
+    }
+
     /// Compares all of the image with what qemu-img says, read in several ways, and its status with its content.
     fn check(&self, image: &str) {
         let expected = self.expected(image);
@@ -373,6 +382,18 @@ fn data_files_read_as_qemu_reads_them() {
         dir.create(&format!("-o data_file={}{extra} {name}.q 4M", file.display()));
         dir.io(&format!("{name}.q"), &scribble(4 << 20, 65536, 5, true, false));
         dir.check(&format!("{name}.q"));
+        // A writable image needs its data file writable, too.
+        let mut options = Options::empty();
+        options.set("driver", "qcow2").set("file.driver", "file");
+        options.set("file.filename", dir.path(&format!("{name}.q")).to_str().expect("text"));
+        let node = dir.open_with(options).unwrap_or_else(|e| panic!("{name}: {}", e.full_text()));
+        dir.write(&node, 4096, &[0x5a; 70_000]);
+        drop(node);
+        dir.close();
+        dir.check(&format!("{name}.q"));
+        let node = dir.open(&format!("{name}.q"));
+        assert!(dir.read(&node, 4096, 70_000).iter().all(|b| *b == 0x5a));
+        drop(node);
         // Given by the caller.
         dir.close();
         let expected = dir.expected(&format!("{name}.q"));

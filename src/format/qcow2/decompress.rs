@@ -65,7 +65,8 @@ impl Clusters {
         result
     }
 
-    /// Forgets what was compressed in the host bytes `offset .. offset + len`: they are used for something else from now on.
+    /// Forgets what was compressed in the host bytes `offset .. offset + len`. Who writes compressed data there calls it before the entry is linked; a host
+    /// cluster that becomes anything else is never looked for here.
     pub fn forget(&self, offset: u64, len: u64) {
         self.list.lock().retain(|k| {
             k.place.offset.get() >= offset.saturating_add(len) || k.place.offset.get() + k.place.len <= offset

@@ -143,7 +143,7 @@ fn open_layer(
         chain_tried: AtomicBool::new(false),
         watchers: Mutex::default(),
         l1: Arc::new(L1::new(header.l1_offset, l1_entries as usize)),
-        cache: L2Cache::new(layout, keys, file.clone(), sizes.l2, part),
+        cache: L2Cache::new(layout, keys, file.clone(), sizes.l2, part, settings.clean_interval),
         clusters: Clusters::new(header.compression, layout.cluster_size()),
         grace: Arc::default(),
         settings,
@@ -208,7 +208,8 @@ fn open_data_file(
         base: Base::Process,
         image: file,
     };
-    let options = cx.resolve_named(&named, settings.implicit_open, true, chain)?;
+    let read_only = !is_writable(file, settings);
+    let options = cx.resolve_named(&named, settings.implicit_open, read_only, chain)?;
     cx.open_below(options).map(Some)
 }
 

@@ -39,10 +39,10 @@ impl Slices for Window {
 impl Image {
     /// How a read can be carried out without waiting.
     pub(super) fn plan_read(&self, req: ReqRef<'_>) -> Plan {
+        // Before any lookup: the host cluster that is found stays what it is until the operation has ended.
+        let pass = self.is_writable().then(|| self.grace.enter());
         let l1 = self.l1.get();
         let Some(l1) = l1.as_ref() else { return Plan::Slow };
-        // Before the lookup: the host cluster that is found stays what it is until the operation has ended.
-        let pass = self.is_writable().then(|| self.grace.enter());
         let Some(run) = self.one_run(l1, req.range) else { return Plan::Slow };
         match run {
             Run::Zero(_) => Plan::Zero,
@@ -131,8 +131,8 @@ impl Image {
 
     /// Carries out a read.
     pub(super) async fn read(self: &Arc<Self>, cx: &Cx, req: Request) -> IoResult {
-        let l1 = self.l1_table(cx).await?;
         let pass = self.is_writable().then(|| self.grace.enter());
+        let l1 = self.l1_table(cx).await?;
         let mut rest = req.range;
         while !rest.is_empty() {
             let (window, part) = self.window(cx, &l1, rest).await?;

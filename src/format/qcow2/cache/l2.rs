@@ -12,12 +12,14 @@ use crate::error::{IoError, IoResult};
 use crate::node::Edge;
 use crate::queue::Cx;
 use crate::request::Class;
-use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::rt::Instant;
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex};
 use arc_swap::Guard;
 use event_listener::Event;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::time::Duration;
 
 /// Locks of the cache.
 const SHARDS: usize = 16;
@@ -32,6 +34,9 @@ pub struct L2Cache {
     shards: Box<[Mutex<Shard>]>,
     /// Most slices per shard.
     shard_max: AtomicUsize,
+    clean_interval: Option<Duration>,
+    /// When it was swept last, in nanoseconds.
+    swept: AtomicU64,
     /// Slices with dirty parts, each once.
     dirty: Mutex<Vec<Arc<Slice>>>,
     /// Slices on that list, and slices in a cut.
@@ -64,8 +69,15 @@ enum Found {
 
 impl L2Cache {
     /// A cache for the tables of a disk of `keys` slices in `file`, of at most `bytes` bytes. `part_bytes` is the smallest write that the file takes without a
-    /// read, 512 to 4096.
-    pub fn new(layout: Layout, keys: u64, file: Arc<Edge>, bytes: u64, part_bytes: u32) -> Arc<Self> {
+    /// read, 512 to 4096. `clean_interval`: see [`L2Cache::sweep`].
+    pub fn new(
+        layout: Layout,
+        keys: u64,
+        file: Arc<Edge>,
+        bytes: u64,
+        part_bytes: u32,
+        clean_interval: Option<Duration>,
+    ) -> Arc<Self> {
         let slices = (bytes >> layout.slice_bits).clamp(2, 1 << 24) as usize;
         let shards = SHARDS.min(slices / 2).max(1);
         Arc::new(Self {
@@ -75,6 +87,8 @@ impl L2Cache {
             index: Index::new(keys),
             shards: (0..shards).map(|_| Mutex::default()).collect(),
             shard_max: AtomicUsize::new(slices.div_ceil(shards)),
+            clean_interval,
+            swept: AtomicU64::new(0),
             dirty: Mutex::default(),
             kept: AtomicUsize::new(0),
             released: Event::new(),
@@ -106,6 +120,7 @@ impl L2Cache {
         if let Some(slice) = self.peek(key).and_then(|s| s.0.clone()) {
             return Ok(slice);
         }
+        self.sweep_if_due(cx);
         self.wait_for_room(cx).await?;
         match self.find(cx, key, table) {
             Found::Slice(slice) => Ok(slice),
@@ -236,13 +251,26 @@ impl L2Cache {
         }
     }
 
-    /// Drops clean slices that nobody has looked at since the last call (`cache-clean-interval`).
+    /// Drops clean slices that nobody has looked at since the last call. Done at the first miss after each `cache-clean-interval`: a cache that is not used keeps
+    /// what it has, within its bounds.
     pub fn sweep(&self) {
         for shard in &self.shards {
             let mut shard = shard.lock();
             for slice in shard.ring.sweep() {
                 self.index.set(slice.key(), None);
             }
+        }
+    }
+
+    fn sweep_if_due(&self, cx: &Cx) {
+        let Some(interval) = self.clean_interval else { return };
+        let (now, last) = (cx.now(), self.swept.load(Ordering::Relaxed));
+        if last == 0 {
+            let _ = self.swept.compare_exchange(0, now.0.max(1), Ordering::Relaxed, Ordering::Relaxed);
+        } else if now.since(Instant(last)) >= interval
+            && self.swept.compare_exchange(last, now.0, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        {
+            self.sweep();
         }
     }
 

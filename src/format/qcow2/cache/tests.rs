@@ -30,7 +30,7 @@ fn table_file() -> Arc<TestFile> {
 }
 
 fn cache(file: &Arc<TestFile>, slices: u64) -> Arc<L2Cache> {
-    L2Cache::new(LAYOUT, 64, file.edge(), slices << 12, 512)
+    L2Cache::new(LAYOUT, 64, file.edge(), slices << 12, 512, None)
 }
 
 fn run<F: Future>(body: impl FnOnce(Cx) -> F) -> F::Output {
@@ -170,6 +170,21 @@ fn the_cache_stays_in_its_bounds_and_keeps_what_is_looked_at() {
 }
 
 #[test]
+fn after_the_clean_interval_a_miss_drops_what_was_not_looked_at() {
+    let file = table_file();
+    let interval = Some(std::time::Duration::from_nanos(1));
+    let cache = L2Cache::new(LAYOUT, 64, file.edge(), 64 << 12, 512, interval);
+    run(|cx| async move {
+        for key in 0..4 {
+            cache.get(&cx, key, TABLE).await.expect("loads");
+            // The last one is always there: it has just been loaded.
+            assert!(cache.peek(key).is_some());
+        }
+        assert!(cache.len() < 4, "every miss came after an interval");
+    });
+}
+
+#[test]
 fn pinned_slices_and_slices_in_a_cut_are_not_evicted() {
     let file = table_file();
     let cache = cache(&file, 2);
@@ -285,7 +300,7 @@ fn a_miss_waits_while_everything_must_be_written_first() {
 fn entries_of_two_words_are_never_seen_in_halves() {
     let file = TestFile::new(vec![0; 1 << 16]);
     let layout = Layout { extended: true, ..LAYOUT };
-    let cache = L2Cache::new(layout, 64, file.edge(), 1 << 20, 512);
+    let cache = L2Cache::new(layout, 64, file.edge(), 1 << 20, 512, None);
     let pinned = run(|cx| {
         let cache = cache.clone();
         async move { cache.pin(&cx, 0, TABLE).await.expect("loads") }
