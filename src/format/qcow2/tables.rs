@@ -5,6 +5,7 @@ use super::cache::Pinned;
 use super::entry::{L1Entry, L2Entry, Words};
 use super::image::Image;
 use super::map::Stop;
+use super::meta_io::read_at;
 use super::writer::Writer;
 use crate::error::{IoError, IoResult};
 use crate::format::qcow2::alloc::pending::UnlinkedKind;
@@ -108,20 +109,12 @@ impl Image {
         l1_index: u64,
         shared: HostOffset,
     ) -> IoResult<HostOffset> {
-        let slices = self.layout.slices_per_table() as u64;
-        let keys = l1_index * slices..(l1_index + 1) * slices;
-        keys.clone().for_each(|key| self.cache.prefetch(cx, key, shared));
         let cluster = self.layout.cluster_size();
-        let mut bytes = Vec::with_capacity(cluster as usize);
-        let mut pins = Vec::with_capacity(slices as usize);
-        for key in keys {
-            // Pinned until the copy is in place: no load from the old place comes after that.
-            let pin = self.cache.pin(cx, key, shared).await?;
-            bytes.extend(pin.slice().words().iter().flat_map(|w| w.to_be_bytes()));
-            pins.push(pin);
-        }
+        // Its slices are clean, so the file has it as it is.
+        let bytes = Buffers::alloc(cluster as usize, 4096);
+        read_at(cx, &*self.file.node(), shared, &bytes, Class::Guest).await?;
         let grant = writer.alloc.take_table(cx).await?;
-        self.write_table(writer, cx, grant.range, Buffers::from_bytes(&bytes)).await?;
+        self.write_table(writer, cx, grant.range, bytes).await?;
         let table = HostOffset(grant.range.offset);
         let l1 = self.l1_table(cx).await?;
         let ordered = writer.commit.order();

@@ -104,6 +104,7 @@ impl Writer {
         let area =
             HeaderArea::read(cx, &*file, layout.cluster_size()).await.map_err(|e| failed("header", e))?;
         drop(l1);
+        image.cache.watch_tables(&image.l1);
         let writer = Arc::new(Self {
             alloc: Allocator::new(config, counts),
             commit: Arc::new(Commit::new()),

@@ -3,6 +3,7 @@
 use super::super::addr::HostOffset;
 use super::super::entry::Words;
 use super::super::flight::Flight;
+use super::super::l1::L1;
 use super::super::layout::Layout;
 use super::super::meta_io::read_words;
 use super::evict::Ring;
@@ -17,6 +18,7 @@ use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex};
 use arc_swap::Guard;
 use event_listener::Event;
+use once_cell::sync::OnceCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
@@ -45,6 +47,8 @@ pub struct L2Cache {
     released: Event,
     /// Dirty slices have passed half the cache.
     half_dirty: Event,
+    /// Of a writable image: says where tables are now.
+    l1: OnceCell<Arc<L1>>,
 }
 
 #[derive(Default)]
@@ -93,7 +97,14 @@ impl L2Cache {
             kept: AtomicUsize::new(0),
             released: Event::new(),
             half_dirty: Event::new(),
+            l1: OnceCell::new(),
         })
+    }
+
+    /// Tables may move from now on (a copy takes the place of one that snapshots share), and `l1` says where they are.
+    pub fn watch_tables(&self, l1: &Arc<L1>) {
+        // A second call would be about the same table.
+        let _ = self.l1.set(l1.clone());
     }
 
     /// The key of the slice that maps `guest`.
@@ -295,16 +306,35 @@ impl L2Cache {
         drop(shard);
         let (this, task) = (self.clone(), cx.detached());
         cx.spawn(async move {
-            let loaded = this.load(&task, key, table).await;
-            let mut shard = this.shard(key).lock();
-            shard.loading.remove(&key);
-            if let Ok(slice) = &loaded {
-                this.insert(&mut shard, slice.clone());
-            }
-            drop(shard);
+            let mut table = table;
+            let loaded = loop {
+                let loaded = this.load(&task, key, table).await;
+                let mut shard = this.shard(key).lock();
+                // Who asked may have looked at the L1 table long ago. Whoever changes an entry does so in the new place, after the move, and comes here for
+                // the slice: if the table has not moved by now, there is no such change.
+                if let Some(now) = this.table_now(key)
+                    && now != table
+                {
+                    table = now;
+                    continue;
+                }
+                shard.loading.remove(&key);
+                if let Ok(slice) = &loaded {
+                    this.insert(&mut shard, slice.clone());
+                }
+                break loaded;
+            };
+            drop(this);
             landing.land(loaded);
         });
         Found::Loading(flight)
+    }
+
+    /// The table of a slice, if tables may move.
+    fn table_now(&self, key: u64) -> Option<HostOffset> {
+        let l1 = self.l1.get()?.get();
+        let index = key / self.layout.slices_per_table() as u64;
+        l1.as_ref()?.entry(index, &self.layout).ok()?.table
     }
 
     async fn load(&self, cx: &Cx, key: u64, table: HostOffset) -> IoResult<Arc<Slice>> {
