@@ -24,7 +24,6 @@
 
 mod cell;
 mod cx;
-mod driver;
 mod env;
 mod eventfd;
 mod exec;

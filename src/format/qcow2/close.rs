@@ -1,7 +1,7 @@
 //! Before an image is closed: everything in RAM goes to the file, and what was reserved ahead of need goes back.
 //!
-//! The node stays usable, and settling it again costs little. Three commits at most: what was written; the counts lowered by what that freed; the counts of
-//! runs that were given back, in the same one.
+//! The node stays usable, and settling it again costs little. What is left of runs goes back first: counts that were raised ahead of need are then never written. One
+//! commit, and after frees a second one for the counts that they lower.
 
 use super::commit::Commit;
 use super::image::Image;
@@ -13,11 +13,15 @@ impl Image {
     /// Brings everything to the file. Errors leave it in RAM, for another attempt.
     pub(super) async fn settle(self: &Arc<Self>, cx: &Cx) -> IoResult {
         let Some(writer) = self.writer.get() else { return Ok(()) };
+        writer.alloc.retire(cx).await?;
         if self.is_dirty(writer) || writer.alloc.has_pending() {
             Commit::flush(self, writer, cx).await?;
         }
-        writer.alloc.release_all(cx).await?;
-        writer.alloc.retire(cx).await?;
+        if writer.alloc.has_pending() {
+            writer.alloc.release_all(cx).await?;
+            writer.alloc.retire(cx).await?;
+        }
+        writer.alloc.idle(cx).await?;
         if self.is_dirty(writer) {
             Commit::flush(self, writer, cx).await?;
         }

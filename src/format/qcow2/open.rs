@@ -88,16 +88,31 @@ fn share_memory(layers: &[(String, Arc<Qcow2Node>)]) {
     }
 }
 
+/// Bytes read at once for the header.
+const FIRST_READ: usize = 64 << 10;
+
 /// Reads and validates the header of the image in `file`.
 pub async fn read_header(cx: &Cx, file: &dyn Node, purpose: Purpose) -> Result<Header> {
     let len = file.limits().size;
-    let first = Buffers::alloc(PEEK_LEN, 512);
     let failed = |e| Error::io(e, "cannot read the header");
+    // Mostly this is all of cluster 0.
+    let first = Buffers::alloc(FIRST_READ, 4096);
     read_at(cx, file, HostOffset(0), &first, Class::Guest).await.map_err(failed)?;
     let mut bytes = [0; PEEK_LEN];
-    first.copy_to_slice(&mut bytes);
-    let bits = peek(&bytes)?;
-    let cluster = Buffers::alloc(1 << bits, 4096);
+    first.slice(0, PEEK_LEN).copy_to_slice(&mut bytes);
+    let size = 1usize << peek(&bytes)?;
+    if size <= FIRST_READ {
+        return Header::parse(&first.slice(0, size).to_vec(), len, purpose);
+    }
+    // All of a larger one that is not zeros, unless it is longer than any header in practice.
+    let mut start = first.to_vec();
+    start.resize(size, 0);
+    if let Ok(header) = Header::parse(&start, len, purpose)
+        && header.encode().is_ok_and(|bytes| bytes.len() + 8 <= FIRST_READ)
+    {
+        return Ok(header);
+    }
+    let cluster = Buffers::alloc(size, 4096);
     read_at(cx, file, HostOffset(0), &cluster, Class::Guest).await.map_err(failed)?;
     Header::parse(&cluster.to_vec(), len, purpose)
 }

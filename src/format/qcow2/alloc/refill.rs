@@ -395,6 +395,7 @@ impl Refill<'_> {
         );
         if other > 0 {
             state.runs(self.kind.other()).add(Run { rest: first, zeroed, cut });
+            state.runs(self.kind.other()).grow();
         }
         state.runs(self.kind).add(Run { rest, zeroed, cut });
         self.alloc.refills.fetch_add(1, Ordering::Relaxed);
