@@ -1,7 +1,8 @@
-/* Filters go in and out 200 times while another thread keeps eight requests in flight; no request is lost and none fails. */
+/* Filters go in and out 200 times (or COBWEB_ROUNDS) while another thread keeps eight requests in flight; no request is lost and none fails. */
 #include "common.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 
 static cobweb_disk *d;
 static volatile int stop;
@@ -48,11 +49,14 @@ int main(void)
 {
     cobweb_ctx *ctx = new_ctx();
     pthread_t t;
-    int i;
+    /* The number is for a longer run by hand: COBWEB_ROUNDS=10000. */
+    const char *rounds = getenv("COBWEB_ROUNDS");
+    int i, n = rounds ? atoi(rounds) : 200;
 
+    CHECK(n > 0);
     d = new_disk(ctx, "vda", "driver=memory,size=1M");
     CHECK(pthread_create(&t, NULL, guest, NULL) == 0);
-    for (i = 0; i < 200; i++) {
+    for (i = 0; i < n; i++) {
         cobweb_node *f = NULL;
         OK(cobweb_disk_filter_add(d, i % 2 ? "driver=throttle" : "driver=copy-before-write,target.driver=memory,target.size=1M", &f,
                                   error()));
