@@ -1,6 +1,7 @@
 //! The open file that operations hold.
 
 use super::gate::Gate;
+use super::lock::{self, Use};
 use crate::io::{FileOp, FileOpKind};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
@@ -22,13 +23,15 @@ pub struct FileHandle {
     aio: Aio,
     offset_align: u32,
     memory_align: u32,
+    /// What the open file is locked for, by us.
+    locked: Option<Use>,
     pub(super) gate: Gate,
 }
 
 impl FileHandle {
     /// A file without alignment, carried out by `aio`.
     pub fn buffered(fd: OwnedFd, aio: Aio) -> Self {
-        Self { fd, tail: None, aio, offset_align: 1, memory_align: 1, gate: Gate::default() }
+        Self { fd, tail: None, aio, offset_align: 1, memory_align: 1, locked: None, gate: Gate::default() }
     }
 
     /// A file opened with O_DIRECT; alignments are powers of two. `tail` is a buffered descriptor of the same file, needed when its size is no
@@ -40,7 +43,13 @@ impl FileHandle {
         offset_align: u32,
         memory_align: u32,
     ) -> Self {
-        Self { fd, tail, aio, offset_align, memory_align, gate: Gate::default() }
+        Self { fd, tail, aio, offset_align, memory_align, locked: None, gate: Gate::default() }
+    }
+
+    /// Gives the locks of the open file back when the handle is dropped.
+    pub(super) fn locked_for(mut self, usage: Option<Use>) -> Self {
+        self.locked = usage;
+        self
     }
 
     /// The descriptor.
@@ -79,6 +88,15 @@ impl FileHandle {
         match &self.tail {
             Some(tail) if op.kind == FileOpKind::Write && !aligned => tail.as_raw_fd(),
             _ => self.fd.as_raw_fd(),
+        }
+    }
+}
+
+impl Drop for FileHandle {
+    fn drop(&mut self) {
+        // Closing is not enough: a child of this process that has not come to its exec yet has the same open file.
+        if let Some(usage) = self.locked {
+            lock::unlock(self.fd.as_raw_fd(), usage);
         }
     }
 }

@@ -150,4 +150,21 @@ mod tests {
         let text = String::from_utf8_lossy(&out.stderr).into_owned();
         assert!(!out.status.success() && text.contains("lock"), "{text}");
     }
+
+    #[test]
+    fn a_closed_file_is_free_though_a_child_that_was_forked_has_its_descriptor() {
+        use crate::io::file::handle::{Aio, FileHandle};
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let open = || std::fs::OpenOptions::new().read(true).write(true).open(file.path()).expect("it opens");
+        let first = open();
+        lock(first.as_raw_fd(), Use::Write, "f").expect("free");
+        // What a fork makes: another descriptor of the same open file.
+        let inherited = first.try_clone().expect("duplicated");
+        let handle = FileHandle::buffered(first.into(), Aio::Threads).locked_for(Some(Use::Write));
+        let second = open();
+        lock(second.as_raw_fd(), Use::Write, "f").expect_err("held");
+        drop(handle);
+        lock(second.as_raw_fd(), Use::Write, "f").expect("free again");
+        drop(inherited);
+    }
 }

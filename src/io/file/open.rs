@@ -138,7 +138,7 @@ impl FileNode {
             (None, None) => return Err(o.missing("filename")),
         };
         o.finish_for(&FILE_PROPS)?;
-        take_locks(&file, locking, read_only, force_share, &name)?;
+        let locked = take_locks(&file, locking, read_only, force_share, &name)?;
         let at = |e| Error::os(e, format!("cannot open '{name}'"));
         let meta = file.metadata().map_err(at)?;
         let is_block = meta.file_type().is_block_device();
@@ -158,7 +158,8 @@ impl FileNode {
             FileHandle::direct(OwnedFd::from(file), tail, aio, offset_align, memory_align)
         } else {
             FileHandle::buffered(OwnedFd::from(file), aio)
-        };
+        }
+        .locked_for(locked);
         let info = Info {
             name,
             size,
@@ -255,19 +256,26 @@ fn open_fd(fd: RawFd, wanted: &Wanted) -> Result<(File, bool)> {
     Ok((File::from(sys::duplicate(fd).map_err(at)?), read_only))
 }
 
-fn take_locks(file: &File, locking: usize, read_only: bool, force_share: bool, name: &str) -> Result<()> {
+/// What the file has been locked for.
+fn take_locks(
+    file: &File,
+    locking: usize,
+    read_only: bool,
+    force_share: bool,
+    name: &str,
+) -> Result<Option<Use>> {
     let usage = match (force_share, read_only) {
         (true, _) => Use::Share,
         (_, true) => Use::Read,
         _ => Use::Write,
     };
     if locking == 0 {
-        return Ok(());
+        return Ok(None);
     }
     match lock::lock(file.as_raw_fd(), usage, name) {
         // auto: a file system without such locks is used without.
-        Err(e) if locking == 2 && e.code() != Code::Busy => Ok(()),
-        other => other,
+        Err(e) if locking == 2 && e.code() != Code::Busy => Ok(None),
+        other => other.map(|()| Some(usage)),
     }
 }
 
