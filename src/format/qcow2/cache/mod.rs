@@ -9,7 +9,7 @@
 //!   they are for as long as the reader holds a pass of the image's `inflight::Grace`, taken before the lookup.
 //! - A [`Pinned`] slice is not evicted. Who changes an entry pins the slice before it reads the entry and keeps the pin until [`Pinned::set`] has returned:
 //!   that stores the entry and then marks its part dirty (qcow2.md 3.1 point 6).
-//! - A dirty slice, and one whose parts a commit has copied and not yet released ([`Slice::release_cut`]), is not evicted (rule 14).
+//! - A dirty slice, and one whose parts a commit has copied and not yet released ([`L2Cache::release_cut`]), is not evicted (rule 14).
 //!
 //! Locks: one per shard, held for pushes and pops only, nothing else is locked inside but the list of dirty slices.
 //! Memory: at most the configured bytes of slices, plus what is pinned (bounded by the requests in flight); the pointers take one 512th of what has ever been
