@@ -1,6 +1,7 @@
-//! `cobweb bench`: qemu-img bench's flags and output line, plus `--json` and `--queues`.
+//! `cobweb bench`: qemu-img bench's flags and output line, plus `--json`, `--queues` and `--random`.
 
 use super::image::{ImageFlags, cache_mode, open_disk};
+use super::workload::Random;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::graph::Disk;
@@ -29,6 +30,9 @@ pub(super) struct Args {
     /// Distance between the starts of two requests (default: the request size)
     #[arg(short = 'S')]
     step: Option<String>,
+    /// Requests at random multiples of the request size instead; the same seed gives the same sequence
+    #[arg(long, value_name = "SEED", conflicts_with_all = ["step", "offset"])]
+    random: Option<u64>,
     /// Offset of the first request
     #[arg(short = 'o', default_value = "0")]
     offset: String,
@@ -78,14 +82,63 @@ struct Plan {
     count: u64,
     depth: usize,
     size: usize,
-    step: u64,
-    offset: u64,
+    order: Order,
     write: bool,
     pattern: u8,
     fua: bool,
     flush_interval: u64,
     drain: bool,
     disk_size: u64,
+}
+
+/// Where the requests go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    /// From `offset` on, `step` bytes apart, and from the start again behind the end.
+    Step { offset: u64, step: u64 },
+    /// To multiples of the request size, each as likely as any other.
+    Random { seed: u64 },
+}
+
+/// The offsets of one queue's requests.
+#[derive(Debug)]
+struct Positions {
+    order: Order,
+    random: Random,
+    /// Requests to the other queues between two of this one's, in bytes of [`Order::Step`].
+    at: u128,
+    stride: u128,
+    size: u64,
+    disk_size: u64,
+}
+
+impl Positions {
+    /// Of queue `first` out of `of`. `size` is in `1..=disk_size`.
+    fn new(order: Order, size: u64, disk_size: u64, first: u64, of: u64) -> Self {
+        let (at, stride, seed) = match order {
+            Order::Step { offset, step } => (
+                u128::from(offset) + u128::from(step) * u128::from(first),
+                u128::from(step) * u128::from(of),
+                0,
+            ),
+            Order::Random { seed } => (0, 0, seed),
+        };
+        // Seeds that follow one another are to give sequences that have nothing in common.
+        let seed = (seed.wrapping_add(first << 32).wrapping_add(1)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Self { order, random: Random::new(seed), at, stride, size, disk_size }
+    }
+
+    fn next(&mut self) -> u64 {
+        match self.order {
+            Order::Step { .. } => {
+                let at = self.at;
+                self.at += self.stride;
+                let wrap = u128::from(self.disk_size - self.size);
+                if wrap == 0 { 0 } else { (at % wrap) as u64 }
+            }
+            Order::Random { .. } => self.random.next() % (self.disk_size / self.size) * self.size,
+        }
+    }
 }
 
 /// Runs the benchmark.
@@ -104,8 +157,16 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         count: number("request count", &args.count, 1, i32::MAX as u64)?,
         depth: number("queue depth", &args.depth, 1, u64::from(QUEUE_DEPTH_MAX))? as usize,
         size: size as usize,
-        step: args.step.as_deref().map_or(Ok(size), |s| number("step size", s, 0, i32::MAX as u64))?,
-        offset: number("offset", &args.offset, 0, i64::MAX as u64)?,
+        order: match args.random {
+            Some(seed) => Order::Random { seed },
+            None => Order::Step {
+                offset: number("offset", &args.offset, 0, i64::MAX as u64)?,
+                step: args
+                    .step
+                    .as_deref()
+                    .map_or(Ok(size), |s| number("step size", s, 0, i32::MAX as u64))?,
+            },
+        },
         write: args.write,
         pattern: number("pattern byte", &args.pattern, 0, 255)? as u8,
         fua: cache.write_through && args.write,
@@ -166,14 +227,16 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
 }
 
 fn announce(p: &Plan) {
+    let order = match p.order {
+        Order::Step { offset, step } => format!("starting at offset {offset}, step size {step}"),
+        Order::Random { seed } => format!("at random offsets, seed {seed}"),
+    };
     println!(
-        "Sending {} {} requests, {} bytes each, {} in parallel (starting at offset {}, step size {})",
+        "Sending {} {} requests, {} bytes each, {} in parallel ({order})",
         p.count,
         if p.write { "write" } else { "read" },
         p.size,
         p.depth,
-        p.offset,
-        p.step
     );
     if p.flush_interval > 0 {
         println!(
@@ -209,11 +272,7 @@ fn run_queue(disk: &Arc<Disk>, p: Plan, first: u64, of: u64) -> Result<()> {
     let slots: Vec<Buffers> = (0..depth).map(|i| memory.slice(i * p.size, p.size)).collect();
     let mut free: Vec<usize> = (0..depth).collect();
     let count = (p.count + of - 1 - first) / of;
-    let wrap = p.disk_size - p.size as u64;
-    let position = |n: u64| {
-        let at = u128::from(p.offset) + u128::from(p.step) * u128::from(first + n * of);
-        if wrap == 0 { 0 } else { (at % u128::from(wrap)) as u64 }
-    };
+    let mut positions = Positions::new(p.order, p.size as u64, p.disk_size, first, of);
     let (mut sent, mut ended, mut since_flush) = (0, 0, 0);
     let mut flush_wanted = false;
     let mut flushing = false;
@@ -228,7 +287,7 @@ fn run_queue(disk: &Arc<Disk>, p: Plan, first: u64, of: u64) -> Result<()> {
         while sent < count && !(p.drain && (flush_wanted || flushing)) {
             let Some(slot) = free.pop() else { break };
             let data = slots[slot].clone();
-            let at = position(sent);
+            let at = positions.next();
             let mut req = if p.write { Request::write(at, data) } else { Request::read(at, data) };
             if p.fua {
                 req = req.flags(Flags::FUA);
@@ -260,3 +319,42 @@ fn run_queue(disk: &Arc<Disk>, p: Plan, first: u64, of: u64) -> Result<()> {
 }
 
 const FLUSH: u64 = u64::MAX;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_share_the_steps_and_start_again_behind_the_end() {
+        let order = Order::Step { offset: 8, step: 4 };
+        let one: Vec<u64> = {
+            let mut p = Positions::new(order, 4, 36, 0, 1);
+            (0..12).map(|_| p.next()).collect()
+        };
+        assert_eq!(one, [8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20]);
+        let (mut a, mut b) = (Positions::new(order, 4, 36, 0, 2), Positions::new(order, 4, 36, 1, 2));
+        for pair in one.chunks(2) {
+            assert_eq!([a.next(), b.next()], pair);
+        }
+        let mut whole = Positions::new(order, 36, 36, 0, 1);
+        assert_eq!((whole.next(), whole.next()), (0, 0));
+    }
+
+    #[test]
+    fn random_requests_reach_every_block_and_differ_between_seeds_and_queues() {
+        let (size, disk_size) = (4096, 100 * 4096 + 5);
+        let take = |seed, first| {
+            let mut p = Positions::new(Order::Random { seed }, size, disk_size, first, 2);
+            (0..2000).map(|_| p.next()).collect::<Vec<u64>>()
+        };
+        let all = take(1, 0);
+        assert_eq!(all, take(1, 0), "the same seed");
+        let blocks: std::collections::BTreeSet<u64> = all.iter().copied().collect();
+        assert_eq!(blocks.len(), 100);
+        assert!(blocks.iter().all(|at| at % size == 0 && at + size <= disk_size));
+        for other in [take(2, 0), take(1, 1), take(0, 0)] {
+            let same = all.iter().zip(&other).filter(|(a, b)| a == b).count();
+            assert!(same < 100, "{same} of 2000, where 20 are to be expected");
+        }
+    }
+}

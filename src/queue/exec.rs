@@ -1,5 +1,6 @@
 //! The executor: tasks, passes, the drive token.
 
+use super::driver::Driver;
 use super::env::Env;
 use super::host::HostHook;
 use super::timer::Timers;
@@ -55,13 +56,6 @@ pub struct Exec {
     pub(super) host: OnceCell<Weak<dyn HostHook>>,
 }
 
-/// What the holder of the token works with.
-pub(super) struct Driver {
-    pub(super) engine: Box<dyn Engine>,
-    completions: Vec<Completion>,
-    ops: Vec<EngineOp>,
-}
-
 struct Task {
     exec: Arc<Exec>,
     /// Its place in the list of the executor.
@@ -110,7 +104,7 @@ impl Exec {
         let exec = Arc::new(Self {
             env: env.clone(),
             notify: engine.notify(),
-            drive: Mutex::new(Driver { engine, completions: Vec::new(), ops: Vec::new() }),
+            drive: Mutex::new(Driver::new(engine)),
             ready: SegQueue::new(),
             outbox: Mutex::new(Vec::new()),
             timers: Mutex::default(),
@@ -273,14 +267,14 @@ impl Exec {
             }
             self.hand_over(driver);
             if budget == 0 {
-                driver.engine.kick();
+                driver.hand_over();
                 // Whatever is left is looked at in the next pass; say so to whoever sleeps on the fd.
                 self.awake.store(true, Ordering::SeqCst);
                 self.notify.wake();
                 return true;
             }
             if !progress && polled == 0 {
-                driver.engine.kick();
+                driver.hand_over();
                 // SeqCst: partner of the swap in `notify`.
                 self.awake.store(false, Ordering::SeqCst);
                 let inbox = self.host.get().and_then(Weak::upgrade).is_some_and(|h| h.has_inbox());
@@ -429,16 +423,17 @@ impl Exec {
     }
 
     fn hand_over(&self, driver: &mut Driver) {
+        let mut ops = std::mem::take(&mut driver.ops);
         {
             let mut outbox = self.outbox.lock();
-            if outbox.is_empty() {
-                return;
+            if !outbox.is_empty() {
+                std::mem::swap(&mut *outbox, &mut ops);
             }
-            std::mem::swap(&mut *outbox, &mut driver.ops);
         }
-        for op in driver.ops.drain(..) {
-            driver.engine.push(op);
+        for op in ops.drain(..) {
+            driver.push(op);
         }
+        driver.ops = ops;
     }
 }
 

@@ -1,7 +1,8 @@
 //! The host side: a queue of one host thread on one disk.
 
 use super::cx::{Cancel, Cx};
-use super::exec::{Driver, Exec};
+use super::driver::Driver;
+use super::exec::Exec;
 use crate::error::{Code, Error, IoError, IoResult, Result};
 use crate::graph::{Disk, IoCounters};
 use crate::io::{EngineOp, Tag};
@@ -171,7 +172,7 @@ impl Queue {
         core.accepted.fetch_add(n, Ordering::Relaxed);
         match core.exec.try_drive() {
             Some(mut driver) => {
-                // One pass at once, so that slow requests start and everything goes to the kernel in one call.
+                // One pass at once, so that slow requests start and everything goes to the kernel.
                 core.exec.set_awake();
                 core.start(&mut driver, reqs.drain(..n));
                 core.exec.pass(&mut driver);
@@ -389,7 +390,7 @@ impl QueueCore {
         }
         match node.plan(req.as_ref()) {
             Plan::Io(op) => {
-                driver.engine.push(EngineOp { op, bufs: req.bufs, class: req.class, tag: Tag::Request(tag) });
+                driver.push(EngineOp { op, bufs: req.bufs, class: req.class, tag: Tag::Request(tag) });
             }
             Plan::Zero => {
                 req.bufs.fill(0);

@@ -24,6 +24,7 @@
 
 mod cell;
 mod cx;
+mod driver;
 mod env;
 mod eventfd;
 mod exec;
