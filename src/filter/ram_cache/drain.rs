@@ -139,6 +139,8 @@ impl Store {
                 }
                 Next::End => {
                     self.moved.notify(usize::MAX);
+                    // The one that sleeps may have nothing to wait for any more.
+                    self.wake.notify(1);
                     return;
                 }
             }
@@ -390,6 +392,7 @@ impl Drop for WorkerGuard {
             }
             drop(work);
             self.store.moved.notify(usize::MAX);
+            self.store.wake.notify(1);
         }
     }
 }

@@ -351,9 +351,13 @@ impl World {
         self.finish(node, Request::read(offset, bufs.clone())).map(|()| bufs.to_vec())
     }
 
-    pub(super) fn settle(&self, node: &Arc<RamCache>) -> IoResult {
+    pub(super) fn start_settle(&self, node: &Arc<RamCache>) -> Started {
         let (cx, node) = (self.cx.clone(), node.clone());
-        let started = self.spawn(async move { node.settle(&cx).await });
+        self.spawn(async move { node.settle(&cx).await })
+    }
+
+    pub(super) fn settle(&self, node: &Arc<RamCache>) -> IoResult {
+        let started = self.start_settle(node);
         let mut result = None;
         self.until("the end of settling", || {
             result = started.now();

@@ -173,6 +173,24 @@ fn one_write_that_hangs_does_not_stop_the_others() {
 }
 
 #[test]
+fn a_worker_that_slept_while_the_others_wrote_everything_does_not_hold_up_a_settle() {
+    let (w, below) = (World::new(), Below::new(64 * M));
+    below.hold(Op::Write);
+    let cache = w.cache(&below, small());
+    for i in 0..5 {
+        w.write_moved(&cache, i * 2 * M, M, 1);
+    }
+    let settled = w.start_settle(&cache);
+    w.run();
+    // Half of the capacity may be under way: the fifth piece waits, and with it a worker that only an event wakes.
+    assert_eq!((below.waiting(), below.seen().len()), (4, 4));
+    below.release(Op::Write);
+    w.run();
+    assert_eq!(below.seen().len(), 5, "one of those that wrote took the fifth");
+    assert_eq!(settled.now(), Some(Ok(())), "and the settle has ended without the clock");
+}
+
+#[test]
 fn live_options_act_on_what_is_there() {
     let (w, below) = (World::new(), Below::new(64 * M));
     let cache = w.cache(&below, CacheOptions { drain_delay_ms: 60_000, ..small() });
