@@ -382,6 +382,8 @@ impl Model {
         }
         assert!(self.index.is_clean() && self.index.is_quiet());
         assert_eq!(self.index.draining(), 0);
+        // A write that went straight to the file may have been the last that a flush waited for.
+        self.check();
         assert!(self.flushes.is_empty());
         assert!(self.held.iter().flatten().all(|h| h.kind == Kind::Lost));
         drop(garbage);
