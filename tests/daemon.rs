@@ -284,6 +284,15 @@ fn daemon_with_targets(names: &[&str], len: usize, bps: u64) -> (Daemon, Vec<Vec
     (Daemon::start_in(dir, &args), disks)
 }
 
+/// Tells a writer to stop, also when the test fails: else the scope would wait for it for ever.
+struct StopAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for StopAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
 /// Writes all over the disk until told to stop; returns how many writes ended before that. At least one comes after it was told.
 fn write_until(client: &mut Client, stop: &AtomicBool) -> usize {
     let blocks = client.size() / 4096;
@@ -313,8 +322,9 @@ fn a_backup_holds_the_instant_while_a_client_writes() {
     assert_eq!(started, json!({"return": {}}));
     let (statuses, writes) = std::thread::scope(|scope| {
         let writer = scope.spawn(|| write_until(&mut client, &stop));
+        let stopping = StopAtEnd(&stop);
         let statuses = qmp.statuses_until("b", "null");
-        stop.store(true, Ordering::SeqCst);
+        drop(stopping);
         (statuses, writer.join().expect("the writer"))
     });
     assert_eq!(statuses, ["created", "running", "waiting", "pending", "concluded", "null"]);
