@@ -301,7 +301,7 @@ fn run_queue(disk: &Arc<Disk>, p: Plan, first: u64, of: u64) -> Result<()> {
             }
         }
         queue.submit(&mut reqs);
-        queue.reap(&mut cqes, depth + 1, 1, Some(Duration::from_secs(60)));
+        queue.reap(&mut cqes, depth + 1, 1, None);
         for c in cqes.drain(..) {
             if c.res < 0 {
                 let e = crate::error::IoError::new(-c.res as i32, c.code);
