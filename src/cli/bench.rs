@@ -11,7 +11,7 @@ use crate::queue::{Cqe, HostOp, HostReq, Queue};
 use crate::request::{Buffers, Flags, Request};
 use crate::sync::{Arc, thread};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Arguments of `cobweb bench`.
 #[derive(Debug, clap::Args)]
