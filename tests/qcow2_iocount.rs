@@ -218,6 +218,10 @@ impl Image {
                 self.flush();
             }
         }
+        if !flush_each {
+            let barriers = self.file.counts.lock().expect("no panic").barriers;
+            assert_eq!(barriers, 0, "nothing is synced before the guest asks");
+        }
         self.close();
         let counts = self.take();
         self.check();

@@ -12,5 +12,5 @@ pub mod fault;
 pub mod passthrough;
 pub mod ram_cache;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 pub mod throttle;

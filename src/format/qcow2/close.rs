@@ -22,6 +22,7 @@ impl Image {
             writer.alloc.retire(cx).await?;
         }
         writer.alloc.idle(cx).await?;
+        self.relieved(writer, cx).await?;
         if self.is_dirty(writer) {
             Commit::flush(self, writer, cx).await?;
         }

@@ -28,6 +28,15 @@ impl Qcow2Node {
     }
 
     async fn status(&self, cx: &Cx, range: ByteRange) -> IoResult<Extent> {
+        let mut range = range;
+        let staged = self.image.writer.get().and_then(|w| w.stages.overlapping(range).into_iter().next());
+        if let Some(stage) = staged {
+            if stage.guest <= range.offset {
+                let end = (stage.guest + self.image.layout.cluster_size()).min(range.end());
+                return Ok(Extent::data(end - range.offset));
+            }
+            range.len = stage.guest - range.offset;
+        }
         let found = self.image.mapped(cx, range).await?;
         let len = found.range.len;
         let flags = match found.run {
@@ -92,7 +101,7 @@ impl Node for Qcow2Node {
     fn execute<'a>(&'a self, cx: &'a Cx, req: Request) -> NodeFuture<'a, IoResult> {
         Box::pin(async move {
             match req.op {
-                Op::Read => self.image.read(cx, req).await,
+                Op::Read => self.image.read_staged(cx, req).await,
                 Op::Write => self.image.write(cx, req).await,
                 Op::Flush => self.image.flush(cx).await,
                 Op::WriteZeroes => self.image.write_zeroes(cx, req).await,

@@ -39,6 +39,14 @@ impl Slices for Window {
 impl Image {
     /// How a read can be carried out without waiting.
     pub(super) fn plan_read(&self, req: ReqRef<'_>) -> Plan {
+        if let Some(writer) = self.writer.get() {
+            // First what is staged, then the tables: what is settled in between is found in one of them.
+            match writer.stages.overlapping(req.range).as_slice() {
+                [] => {}
+                [stage] if stage.read(req.range, req.bufs) => return Plan::Done(Ok(())),
+                _ => return Plan::Slow,
+            }
+        }
         // Before any lookup: the host cluster that is found stays what it is until the operation has ended.
         let pass = self.is_writable().then(|| self.grace.enter());
         let l1 = self.l1.get();
@@ -127,6 +135,18 @@ impl Image {
             });
         }
         Ok((Window { first, slices }, part))
+    }
+
+    /// Carries out a read of the guest's: what is staged lies over what the tables say.
+    pub(super) async fn read_staged(self: &Arc<Self>, cx: &Cx, req: Request) -> IoResult {
+        let Some(writer) = self.writer.get() else { return self.read(cx, req).await };
+        let stages = writer.stages.overlapping(req.range);
+        let (range, bufs) = (req.range, req.bufs.clone());
+        self.read(cx, req).await?;
+        for stage in stages {
+            stage.read(range, &bufs);
+        }
+        Ok(())
     }
 
     /// Carries out a read.

@@ -73,6 +73,12 @@ pub static QCOW2_PROPS: PropTable = PropTable {
         ),
         prop("cache-size", PropType::Size, "", "bytes of both caches together"),
         prop(
+            "cow-staging-bytes",
+            PropType::Size,
+            "16M",
+            "memory for clusters whose copy-on-write waits for the rest of them; 0 for none",
+        ),
+        prop(
             "cache-clean-interval",
             PropType::Int,
             "600",
@@ -183,6 +189,8 @@ pub struct Settings {
     pub overlap: OverlapCheck,
     /// `cache-clean-interval`; `None` for never.
     pub clean_interval: Option<Duration>,
+    /// `cow-staging-bytes`.
+    pub stage_bytes: u64,
     l2_bytes: Option<u64>,
     l2_entry: Option<u64>,
     refcount_bytes: Option<u64>,
@@ -204,6 +212,8 @@ pub const L2_CACHE_DEFAULT_MAX: u64 = 32 << 20;
 pub const SLICE_DEFAULT: u64 = 4096;
 /// Refcount blocks in memory unless the options say otherwise.
 const REFBLOCKS_DEFAULT: u64 = 4;
+/// Memory for staged clusters unless the options say otherwise.
+const STAGE_BYTES_DEFAULT: u64 = 16 << 20;
 /// Largest cache.
 const CACHE_MAX: u64 = 1 << 40;
 
@@ -236,6 +246,7 @@ impl Settings {
                 0 => None,
                 seconds => Some(Duration::from_secs(seconds)),
             },
+            stage_bytes: read("cow-staging-bytes", o)?.unwrap_or(STAGE_BYTES_DEFAULT),
             l2_bytes: read("l2-cache-size", o)?,
             l2_entry: read("l2-cache-entry-size", o)?,
             refcount_bytes: read("refcount-cache-size", o)?,

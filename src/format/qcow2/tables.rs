@@ -2,6 +2,7 @@
 
 use super::addr::HostOffset;
 use super::cache::Pinned;
+use super::commit::Commit;
 use super::entry::{L1Entry, L2Entry, Words};
 use super::image::Image;
 use super::map::Stop;
@@ -21,11 +22,12 @@ pub(super) struct Window {
     first_key: u64,
     /// Host clusters that were looked up stay what they are.
     _pass: Pass,
-    _entry: Entry,
+    entry: Option<Entry>,
 }
 
 impl Image {
-    /// Enters the clusters of `range`, which lies below one L2 table, and pins their slices under a table that is the image's own. Waits for those who change the same clusters.
+    /// Enters the clusters of `range`, which lies below one L2 table, and pins their slices under a table that is the image's own. Waits for those who change the same clusters,
+    /// and before that for room in the cache: nobody who has entered clusters waits for a commit.
     pub(super) async fn window_to_change(
         self: &Arc<Self>,
         writer: &Arc<Writer>,
@@ -33,9 +35,46 @@ impl Image {
         range: ByteRange,
     ) -> IoResult<Window> {
         let cluster = self.layout.cluster_size();
-        let offset = align_down(range.offset, cluster);
-        let span = ByteRange { offset, len: align_up(range.end(), cluster) - offset };
-        let entry = writer.enter(cx, span).await?;
+        self.find_room(writer, cx).await?;
+        let entry = writer.enter(cx, whole(range, cluster)).await?;
+        self.open_window(writer, cx, entry, range).await
+    }
+
+    /// The same for the sub-clusters of `range` only: others may change other sub-clusters of the same clusters meanwhile, but nobody may give the clusters another place.
+    pub(super) async fn window_to_fill(
+        self: &Arc<Self>,
+        writer: &Arc<Writer>,
+        cx: &Cx,
+        range: ByteRange,
+    ) -> IoResult<Window> {
+        self.find_room(writer, cx).await?;
+        let entry = writer.enter(cx, whole(range, self.layout.subcluster_size())).await?;
+        self.open_window(writer, cx, entry, range).await
+    }
+
+    /// The same for one cluster, if nobody is in it.
+    pub(super) async fn try_window(
+        self: &Arc<Self>,
+        writer: &Arc<Writer>,
+        cx: &Cx,
+        guest: u64,
+    ) -> IoResult<Option<Window>> {
+        let range = ByteRange { offset: guest, len: self.layout.cluster_size() };
+        match writer.try_enter(range) {
+            Some(entry) => self.open_window(writer, cx, entry, range).await.map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// What comes after a range has been entered.
+    pub(super) async fn open_window(
+        self: &Arc<Self>,
+        writer: &Arc<Writer>,
+        cx: &Cx,
+        entry: Entry,
+        range: ByteRange,
+    ) -> IoResult<Window> {
+        let span = whole(range, self.layout.cluster_size());
         // Before the entries are read: see `inflight::Grace`.
         let pass = self.grace.enter();
         let table = self.table_to_change(writer, cx, self.layout.l1_index(span.offset)).await?;
@@ -47,10 +86,18 @@ impl Image {
         for key in first..=last {
             pins.push(match self.cache.pin_cached(key) {
                 Some(pin) => pin,
-                None => self.cache.pin(cx, key, table).await?,
+                None => self.cache.pin_now(cx, key, table).await?,
             });
         }
-        Ok(Window { pins, first_key: first, _pass: pass, _entry: entry })
+        Ok(Window { pins, first_key: first, _pass: pass, entry: Some(entry) })
+    }
+
+    /// Ends when the cache is not full of slices that must be written first (rule 14). Fails when they cannot be written.
+    async fn find_room(self: &Arc<Self>, writer: &Arc<Writer>, cx: &Cx) -> IoResult {
+        while self.cache.is_full() {
+            Commit::next_end(self, writer, cx).await?;
+        }
+        Ok(())
     }
 
     /// The L2 table below an L1 entry, made or copied if need be so that nobody else has it.
@@ -132,7 +179,23 @@ impl Image {
     }
 }
 
+/// `range` widened to whole units of `unit` bytes.
+fn whole(range: ByteRange, unit: u64) -> ByteRange {
+    let offset = align_down(range.offset, unit);
+    ByteRange { offset, len: align_up(range.end(), unit) - offset }
+}
+
 impl Window {
+    /// Leaves the clusters: nothing in the tables is going to change. Their host clusters stay what they are until the window is dropped.
+    pub(super) fn leave(&mut self) {
+        self.entry = None;
+    }
+
+    /// The slice of the cluster at `guest`, pinned once more.
+    pub(super) fn pin_of(&self, image: &Image, guest: u64) -> Option<Pinned> {
+        image.cache.pin_cached(image.cache.key(guest))
+    }
+
     /// The entry for the cluster at `guest`.
     pub(super) fn entry(&self, image: &Image, guest: u64) -> IoResult<L2Entry> {
         let words = self.pin(image, guest).entry(image.layout.slice_entry(guest));

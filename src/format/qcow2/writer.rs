@@ -11,6 +11,7 @@
 
 use super::alloc::{Allocator, Config, MetadataMap};
 use super::commit::Commit;
+use super::cow::stage::Stages;
 use super::feature::{Autoclear, Incompatible};
 use super::header_area::{Field, HeaderArea};
 use super::image::Image;
@@ -23,9 +24,10 @@ use crate::inflight::{Config as ListConfig, Entry, InflightList};
 use crate::node::{Edge, Growth};
 use crate::queue::Cx;
 use crate::request::{Buffers, Class, Request};
-use crate::sync::Arc;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Arc, Mutex};
 use crate::units::ByteRange;
+use event_listener::Event;
 use std::fmt;
 
 /// See the module.
@@ -38,6 +40,19 @@ pub struct Writer {
     pub header: HeaderArea,
     /// Counters.
     pub counters: Counters,
+    /// Clusters whose bytes wait in RAM.
+    pub stages: Stages,
+    /// Held while sub-clusters are linked: a few loads and stores.
+    pub(super) linking: Mutex<()>,
+    /// Ends of the last writes, for telling those that go on in order.
+    ends: [AtomicU64; ENDS],
+    next_end: AtomicUsize,
+    /// A task looks after the age of stages.
+    pub(super) ageing: AtomicBool,
+    /// A task makes room in the stages.
+    pub(super) relieving: AtomicBool,
+    /// It has ended.
+    pub(super) relieved: Event,
     changing: Arc<InflightList>,
     tables: Arc<InflightList>,
     /// Zeros to be written; nobody writes into them.
@@ -53,6 +68,12 @@ pub struct Counters {
     pub cow_reads: AtomicU64,
     /// Partial writes that needed no old content.
     pub cow_avoided: AtomicU64,
+    /// Writes that joined a staged cluster.
+    pub joined: AtomicU64,
+    /// Clusters that were staged, and those of them that were filled before they were settled.
+    pub staged: AtomicU64,
+    /// See `staged`.
+    pub filled: AtomicU64,
 }
 
 /// Where metadata lies, for the allocator.
@@ -66,6 +87,8 @@ struct Metadata {
 const CHANGE: u8 = 0;
 /// First and longest run of data clusters.
 const RUN_LEN: (u64, u64) = (1 << 20, 64 << 20);
+/// Writers in order that are told apart.
+const ENDS: usize = 8;
 /// Bytes of zeros at hand.
 const ZEROS: usize = 64 << 10;
 
@@ -104,12 +127,21 @@ impl Writer {
         let area =
             HeaderArea::read(cx, &*file, layout.cluster_size()).await.map_err(|e| failed("header", e))?;
         drop(l1);
+        // The place in a data file is given, so nothing is won by waiting.
+        let stage_bytes = if layout.data_file { 0 } else { image.settings.stage_bytes };
         image.cache.watch_tables(&image.l1);
         let writer = Arc::new(Self {
             alloc: Allocator::new(config, counts),
             commit: Arc::new(Commit::new()),
             header: area,
             counters: Counters::default(),
+            stages: Stages::new(layout.cluster_bits, stage_bytes),
+            linking: Mutex::new(()),
+            ends: Default::default(),
+            next_end: AtomicUsize::new(0),
+            ageing: AtomicBool::new(false),
+            relieving: AtomicBool::new(false),
+            relieved: Event::new(),
             changing: list(layout.cluster_bits.max(16) + 1),
             tables: list(0),
             zeros: Buffers::alloc(ZEROS, 4096),
@@ -147,6 +179,24 @@ impl Writer {
     /// Enters the guest clusters of `range` (whole clusters), after those who are in them.
     pub(super) async fn enter(&self, cx: &Cx, range: ByteRange) -> IoResult<Entry> {
         ready_or_wait(cx, self.changing.acquire(range, CHANGE)).await
+    }
+
+    /// Enters the guest clusters of `range` if nobody is in them.
+    pub(super) fn try_enter(&self, range: ByteRange) -> Option<Entry> {
+        self.changing.try_acquire(range, CHANGE)
+    }
+
+    /// Whether a write at `offset` goes on where one of the last ones ended; from now on it ends at `end`.
+    pub(super) fn follows(&self, offset: u64, end: u64) -> bool {
+        for slot in &self.ends {
+            // Relaxed: a hint, and nothing is read through it.
+            if slot.compare_exchange(offset, end, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                return true;
+            }
+        }
+        let next = self.next_end.fetch_add(1, Ordering::Relaxed) % ENDS;
+        self.ends[next].store(end, Ordering::Relaxed);
+        false
     }
 
     /// Enters an L1 index.

@@ -20,7 +20,7 @@ use super::feature::Autoclear;
 use super::image::Image;
 use super::map::Run;
 use super::tables::Window;
-use super::write::in_task;
+use super::write::{How, in_task};
 use super::writer::Writer;
 use crate::error::{IoError, IoResult};
 use crate::queue::Cx;
@@ -169,6 +169,36 @@ impl Image {
         let mut at = range.offset;
         while at < range.end() {
             let rest = ByteRange { offset: at, len: range.end() - at };
+            if let Some(stage) = writer.stages.overlapping(rest).first() {
+                // What is staged is data, whatever the tables say of its cluster.
+                let end = (stage.guest + self.layout.cluster_size()).min(rest.end());
+                let len = (if stage.guest > at { stage.guest } else { end }) - at;
+                if stage.guest <= at {
+                    let req = Request::write(at, writer.zeros(len)).class(class);
+                    self.write_all(writer, cx, &req).await?;
+                    at += len;
+                    continue;
+                }
+                self.write_zeros_mapped(writer, cx, ByteRange { offset: at, len }, class).await?;
+                at += len;
+                continue;
+            }
+            return self.write_zeros_mapped(writer, cx, rest, class).await;
+        }
+        Ok(())
+    }
+
+    /// The same where nothing is staged.
+    async fn write_zeros_mapped(
+        self: &Arc<Self>,
+        writer: &Arc<Writer>,
+        cx: &Cx,
+        range: ByteRange,
+        class: Class,
+    ) -> IoResult {
+        let mut at = range.offset;
+        while at < range.end() {
+            let rest = ByteRange { offset: at, len: range.end() - at };
             let found = self.mapped(cx, rest).await?;
             let is_zero = match found.run {
                 Run::Zero(_) => true,
@@ -218,9 +248,9 @@ impl Image {
         range: ByteRange,
         change: Change,
     ) -> IoResult {
-        let window = self.window_to_change(writer, cx, range).await?;
+        let mut window = self.window_to_change(writer, cx, range).await?;
         for part in self.clusters_of(range) {
-            self.change_cluster(writer, cx, &window, part, change).await?;
+            self.change_cluster(writer, cx, &mut window, part, change).await?;
         }
         drop(window);
         if self.cache.wants_commit() {
@@ -233,18 +263,30 @@ impl Image {
         self: &Arc<Self>,
         writer: &Arc<Writer>,
         cx: &Cx,
-        window: &Window,
+        window: &mut Window,
         part: ByteRange,
         change: Change,
     ) -> IoResult {
         let guest = self.layout.cluster_start(part.offset);
-        let old = window.entry(self, guest)?;
         let units = self.mask(guest, part);
+        let ignored = units != ALL || (self.layout.version < 3 && self.backing_reaches(guest));
+        if matches!(change, Change::Discard { .. }) && ignored {
+            return Ok(());
+        }
+        if let Some(stage) = writer.stages.get(guest) {
+            if units == ALL {
+                self.drop_stage(writer, &stage).await;
+            } else {
+                self.settle_one(writer, cx, window, &stage).await?;
+            }
+        }
+        let old = window.entry(self, guest)?;
         if let (L2Entry::Compressed(_), false) = (&old, units == ALL) {
             // The other sub-clusters must move: a write of zeros does that, and more than it must.
-            let jobs_range = ByteRange { offset: part.offset, len: part.len.min(self.size() - part.offset) };
-            let req = Request::write(jobs_range.offset, writer.zeros(jobs_range.len));
-            return self.write_entered(writer, cx, window, &req).await;
+            let range = ByteRange { offset: part.offset, len: part.len.min(self.size() - part.offset) };
+            let req = Request::write(range.offset, writer.zeros(range.len));
+            let how = How { may_stage: false, follows: false };
+            return self.write_entered(writer, cx, window, &req, range, how).await;
         }
         let Some(new) = self.changed(&old, guest, units, change) else { return Ok(()) };
         if new == old {
@@ -279,7 +321,6 @@ impl Image {
             if v3 { L2Entry::zero(host, copied && host.is_some()) } else { L2Entry::UNALLOCATED }
         };
         match (old, change) {
-            (_, Change::Discard { .. }) if !whole || (!v3 && !reads_zero) => None,
             (L2Entry::Compressed(_), _) => Some(nothing(None, false)),
             (L2Entry::Plain(p), _) if p.host.is_none() && (p.zero & units == units) => None,
             (L2Entry::Plain(p), _) if p.host.is_none() && p.zero == 0 && reads_zero => None,

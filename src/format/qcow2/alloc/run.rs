@@ -26,6 +26,8 @@ pub struct Grant {
     pub zeroed: bool,
     /// Whether refcounts and zeros are durable.
     pub ripe: bool,
+    /// The first cut that covers them.
+    pub cut: u64,
 }
 
 /// The runs of one kind of cluster, the one in use first.
@@ -88,7 +90,7 @@ impl Runs {
     pub fn take(&mut self, len: u64, done: u64) -> Option<Grant> {
         let run = self.runs.front_mut()?;
         let range = ByteRange { offset: run.rest.offset, len: run.rest.len.min(len) };
-        let grant = Grant { range, zeroed: run.zeroed, ripe: run.cut <= done };
+        let grant = Grant { range, zeroed: run.zeroed, ripe: run.cut <= done, cut: run.cut };
         run.rest = ByteRange { offset: range.end(), len: run.rest.len - range.len };
         if run.rest.is_empty() {
             self.runs.pop_front();

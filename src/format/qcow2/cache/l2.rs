@@ -150,6 +150,25 @@ impl L2Cache {
         }
     }
 
+    /// Like [`L2Cache::pin`], without waiting for room: for those whose commit others may wait for. They look at [`L2Cache::is_full`] while they hold nothing, so what is too
+    /// much is bounded by the requests under way.
+    pub async fn pin_now(self: &Arc<Self>, cx: &Cx, key: u64, table: HostOffset) -> IoResult<Pinned> {
+        loop {
+            let slice = match self.find(cx, key, table) {
+                Found::Slice(slice) => slice,
+                Found::Loading(flight) => flight.wait(cx).await?,
+            };
+            if slice.pin() {
+                return Ok(Pinned { cache: self.clone(), slice });
+            }
+        }
+    }
+
+    /// Whether the cache is full of slices that must be written first (rule 14).
+    pub fn is_full(&self) -> bool {
+        self.kept() >= self.slices_max()
+    }
+
     /// Like [`L2Cache::pin`] if it is in RAM.
     pub fn pin_cached(self: &Arc<Self>, key: u64) -> Option<Pinned> {
         let slice = self.peek(key)?.0.clone()?;

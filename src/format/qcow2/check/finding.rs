@@ -85,11 +85,7 @@ impl Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Without the number that Rust puts behind the words.
-        let errno = |n: &i32| {
-            let text = crate::error::IoError::os(*n).to_string();
-            text.split(" (os error").next().unwrap_or_default().to_owned()
-        };
+        let errno = |n: &i32| crate::error::IoError::os(*n);
         match self {
             Self::TooLow { cluster, refcount, references } => {
                 write!(f, "ERROR cluster {cluster} refcount={refcount} reference={references}")

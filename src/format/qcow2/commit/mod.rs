@@ -45,7 +45,10 @@ pub struct Commit {
 #[derive(Debug, Default)]
 struct State {
     running: bool,
-    /// The last cut that failed, and how.
+    /// Commits begun, and the last one that has succeeded.
+    begun: u64,
+    done: u64,
+    /// The last commit that failed, and how.
     failed: Option<(u64, IoError)>,
     /// No flush can succeed any more.
     broken: Option<IoError>,
@@ -85,7 +88,8 @@ impl Commit {
     /// Ends when everything that was written and linked before the call is durable.
     pub async fn flush(image: &Arc<Image>, writer: &Arc<Writer>, cx: &Cx) -> IoResult {
         let commit = &writer.commit;
-        let wanted = writer.alloc.cuts_begun() + 1;
+        // What has been staged or linked before this look is in the next commit to begin.
+        let wanted = commit.state.lock().begun + 1;
         loop {
             let listener = commit.ended.listen();
             let start = {
@@ -93,15 +97,15 @@ impl Commit {
                 if let Some(e) = state.broken {
                     return Err(e);
                 }
-                if writer.alloc.done() >= wanted {
+                if state.done >= wanted {
                     return Ok(());
                 }
-                if let Some((cut, e)) = state.failed
-                    && cut >= wanted
+                if let Some((number, e)) = state.failed
+                    && number >= wanted
                 {
                     return Err(e);
                 }
-                !std::mem::replace(&mut state.running, true)
+                state.begin()
             };
             if start {
                 Self::start(image, writer, cx);
@@ -110,11 +114,24 @@ impl Commit {
         }
     }
 
+    /// Ends when the commit under way has ended, or one that is started if there is none. Fails as that did.
+    pub async fn next_end(image: &Arc<Image>, writer: &Arc<Writer>, cx: &Cx) -> IoResult {
+        let commit = &writer.commit;
+        let listener = commit.ended.listen();
+        Self::kick(image, writer, cx);
+        if let Some(e) = commit.state.lock().broken {
+            return Err(e);
+        }
+        cx.waiting(listener).await?;
+        let failed = commit.state.lock().failed;
+        failed.map_or(Ok(()), |(_, e)| Err(e))
+    }
+
     /// Starts a commit unless one is under way: nobody waits for it.
     pub fn kick(image: &Arc<Image>, writer: &Arc<Writer>, cx: &Cx) {
         let start = {
             let mut state = writer.commit.state.lock();
-            state.broken.is_none() && !std::mem::replace(&mut state.running, true)
+            state.broken.is_none() && state.begin()
         };
         if start {
             Self::start(image, writer, cx);
@@ -125,15 +142,13 @@ impl Commit {
         let (image, writer, task) = (image.clone(), writer.clone(), cx.detached());
         cx.spawn(async move {
             let running = Running(writer.commit.clone());
-            let begun = writer.alloc.cuts_begun();
             let result = run(&image, &writer, &task).await;
             {
                 let mut state = writer.commit.state.lock();
                 match result {
-                    Ok(()) => state.failed = None,
+                    Ok(()) => (state.done, state.failed) = (state.begun, None),
                     Err(e) => {
-                        // Nothing may have been cut; those who wait now are told all the same.
-                        state.failed = Some((writer.alloc.cuts_begun().max(begun + 1), e));
+                        state.failed = Some((state.begun, e));
                         state.ordered_before = None;
                     }
                 }
@@ -147,10 +162,21 @@ impl Commit {
 }
 
 async fn run(image: &Arc<Image>, writer: &Arc<Writer>, cx: &Cx) -> IoResult {
+    // What is staged from now on waits for the next commit, as does who flushes it.
+    image.settle_staged(writer, cx).await?;
     let cut = Cut::take(image, writer);
     let result = steps::carry_out(image, writer, cx, &cut).await;
     cut.end(image, writer, result.is_err());
     result
+}
+
+impl State {
+    /// Whether a commit may begin; it has then.
+    fn begin(&mut self) -> bool {
+        let begins = !std::mem::replace(&mut self.running, true);
+        self.begun += u64::from(begins);
+        begins
+    }
 }
 
 /// A commit under way; also if its task is dropped those who wait go on.
