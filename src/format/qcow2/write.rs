@@ -29,6 +29,10 @@ use std::future::Future;
 /// Bytes of a window, unless a cluster is larger: bounds what a request holds at a time.
 const WINDOW_MAX: u64 = 16 << 20;
 
+/// A write at random is staged if it is at most one of so many parts of a cluster: a larger one has little to win from neighbours, and copying it costs more
+/// (64 KiB at random over clusters of 64 KiB: 0.77 of QEMU's rate staged, 1.18 written at once).
+const STAGED_SHARE: u64 = 4;
+
 /// How the clusters of a write may be treated.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct How {
@@ -283,6 +287,7 @@ impl Image {
             how.may_stage
                 && writer.stages.has_room()
                 && is_sectors(*part)
+                && (how.follows || req.range.len * STAGED_SHARE <= u64::from(cluster))
                 && (need.needs_old(cluster, unit) || (at_head && need.is_all_new(unit)))
         };
         let staged: Vec<bool> = needs.iter().map(|(part, need)| stays(part, need)).collect();
