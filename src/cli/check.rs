@@ -2,9 +2,8 @@
 
 use super::getopt::Long;
 use super::image::{ImageFlags, cache_mode, describe, errno_text, error_text};
-use super::qcow2::open_file;
+use super::qcow2::{open_file, require_chain};
 use super::tool::{Ended, Step, Tool, pretty};
-use crate::error::Error;
 use crate::format::qcow2::check::{CheckError, CheckOptions, CheckReport, Finding, check};
 use crate::format::qcow2::limits::SNAPSHOTS_MAX;
 use crate::format::qcow2::snapshot::table::TableError;
@@ -85,6 +84,7 @@ fn checked(words: &[String]) -> Step<ExitCode> {
         let _ = tool.error("This image format does not support checks");
         return Err(Ended(ExitCode::from(63)));
     }
+    require_chain(&ctx, &spec).map_err(|e| tool.could_not_open(&name, &e))?;
     let file = open_file(&ctx, &spec).map_err(|e| tool.could_not_open(&name, &e))?;
     let result = ctx
         .env()
@@ -117,7 +117,7 @@ fn checked(words: &[String]) -> Step<ExitCode> {
 fn failed(tool: &Tool, name: &str, e: CheckError) -> Ended {
     let end = |errno: i32| tool.error(&format!("Check failed: {}", errno_text(errno)));
     match e {
-        CheckError::Open(e) => tool.could_not_open(name, &reworded(e)),
+        CheckError::Open(e) => tool.could_not_open(name, &e),
         CheckError::Failed(e) => {
             let _ = tool.error(&format!("ERROR {}", error_text(&e, name)));
             end(e.errno())
@@ -141,13 +141,6 @@ fn failed(tool: &Tool, name: &str, e: CheckError) -> Ended {
             end(errno)
         }
     }
-}
-
-fn reworded(e: Error) -> Error {
-    if e.to_string().contains("not a qcow2 image") {
-        return Error::invalid("Image is not in qcow2 format");
-    }
-    e
 }
 
 fn as_json(name: &str, format: &str, r: &CheckReport) -> Value {

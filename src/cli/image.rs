@@ -251,7 +251,7 @@ fn is_plain(tree: &Options) -> bool {
 }
 
 /// The same errors as opening it would give, in the words of the tools.
-fn check_file(path: &str, read_only: bool) -> Result<()> {
+pub(super) fn check_file(path: &str, read_only: bool) -> Result<()> {
     let at = |e: std::io::Error| could_not_open(path, &e);
     let meta = std::fs::metadata(path).map_err(at)?;
     if meta.is_dir() && read_only {
@@ -328,7 +328,36 @@ pub(super) fn error_text(e: &Error, name: &str) -> String {
         let end = out[at..].find(')').map_or(out.len(), |n| at + n + 1);
         out.replace_range(at..end, "");
     }
-    out
+    header_text(&out).unwrap_or(out)
+}
+
+/// The errors of a qcow2 header that scripts look for, in the words they look for. The others say more in ours.
+fn header_text(text: &str) -> Option<String> {
+    if text.contains("not a qcow2 image") {
+        return Some("Image is not in qcow2 format".to_owned());
+    }
+    if let Some((_, version)) = text.split_once(": unsupported qcow2 version ") {
+        return Some(format!("Unsupported qcow2 version {version}"));
+    }
+    if let Some((_, method)) = text.split_once(": unsupported encryption method ") {
+        return Some(format!("Unsupported encryption method {method}"));
+    }
+    let (_, list) = text.split_once(": unsupported incompatible features: ")?;
+    // `'name' (bit 5), bit 63`: those with a name by it, the others as one number.
+    let (mut names, mut unknown, mut rest) = (Vec::new(), 0u64, list);
+    while let Some(at) = rest.find("bit ") {
+        let number: String = rest[at + 4..].chars().take_while(char::is_ascii_digit).collect();
+        let bit: u32 = number.parse().ok().filter(|b| *b < 64)?;
+        match rest[..at].split('\'').nth(1) {
+            Some(name) => names.push(name.to_owned()),
+            None => unknown |= 1 << bit,
+        }
+        rest = rest[at + 4 + number.len()..].trim_start_matches([')', ',', ' ']);
+    }
+    if unknown != 0 {
+        names.push(format!("Unknown incompatible feature: {unknown:x}"));
+    }
+    Some(format!("Unsupported qcow2 feature(s): {}", names.join(", ")))
 }
 
 /// An open image.
@@ -399,6 +428,20 @@ mod tests {
         assert_eq!(e.to_string(), "Unknown driver 'vmdk'");
         let raw = ImageFlags { format: Some("raw"), ..read };
         assert!(!spec(&path, &raw).expect("described").probed);
+    }
+
+    #[test]
+    fn errors_of_headers_have_the_words_that_scripts_look_for() {
+        for (ours, theirs) in [
+            ("header, offset 0: not a qcow2 image: the magic is 0", "Image is not in qcow2 format"),
+            ("header, offset 4: unsupported qcow2 version 4", "Unsupported qcow2 version 4"),
+            (
+                "header, offset 72: unsupported incompatible features: 'time travel' (bit 7), bit 5, bit 63",
+                "Unsupported qcow2 feature(s): time travel, Unknown incompatible feature: 8000000000000020",
+            ),
+        ] {
+            assert_eq!(error_text(&Error::invalid(ours), ""), theirs);
+        }
     }
 
     #[test]

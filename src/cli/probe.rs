@@ -15,8 +15,9 @@ pub(super) fn format_of(head: &[u8]) -> &'static str {
     let at = |offset: usize, magic: &[u8]| head.get(offset..offset + magic.len()) == Some(magic);
     if at(0, b"QFI\xfb") {
         return match head.get(4..8) {
-            Some([0, 0, 0, 2 | 3]) => "qcow2",
             Some([0, 0, 0, 1]) => "qcow",
+            // A version that is not known is refused when it is opened, but it is not raw.
+            Some(version) if version > &[0, 0, 0, 1][..] => "qcow2",
             _ => "raw",
         };
     }
@@ -50,7 +51,9 @@ mod tests {
         assert_eq!(format_of(b"QFI\xfb\0\0\0\x03rest"), "qcow2");
         assert_eq!(format_of(b"QFI\xfb\0\0\0\x02"), "qcow2");
         assert_eq!(format_of(b"QFI\xfb\0\0\0\x01"), "qcow");
-        assert_eq!(format_of(b"QFI\xfb\0\0\0\x04"), "raw");
+        assert_eq!(format_of(b"QFI\xfb\0\0\0\x04"), "qcow2");
+        assert_eq!(format_of(b"QFI\xfb\0\x01\0\0"), "qcow2");
+        assert_eq!(format_of(b"QFI\xfb\0\0\0\0"), "raw");
         assert_eq!(format_of(b"QFI\xfb\0\0\0"), "raw");
         assert_eq!(format_of(b""), "raw");
         assert_eq!(format_of(&[0; PROBE_LEN]), "raw");

@@ -1,6 +1,6 @@
 //! What the commands show of a qcow2 image without opening it as a disk, and how names inside it are meant.
 
-use super::image::{ImageSpec, local_time};
+use super::image::{ImageFlags, ImageSpec, check_file, describe, local_time};
 use super::info::{Backing, Info};
 use super::size::human;
 use crate::context::Context;
@@ -29,17 +29,9 @@ pub(super) fn open_file(ctx: &Context, spec: &ImageSpec) -> Result<Arc<Vertex>> 
     ctx.graph().open(Options::from_json(&file.to_json())?)
 }
 
-/// The header of an image, in words of the tools if it is none.
+/// The header of an image.
 pub(super) async fn header(cx: &Cx, file: &Vertex, purpose: Purpose) -> Result<Header> {
-    read_header(cx, &*file.top_node(), purpose).await.map_err(reworded)
-}
-
-/// The one error of a header that scripts look for.
-fn reworded(e: Error) -> Error {
-    if e.to_string().contains("not a qcow2 image") {
-        return Error::invalid("Image is not in qcow2 format");
-    }
-    e
+    read_header(cx, &*file.top_node(), purpose).await
 }
 
 /// What `info` shows of an image.
@@ -52,6 +44,7 @@ pub(super) fn look(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Info> {
     ctx.graph().forget_node(&file)?;
     let seen = found?;
     let header = &seen.header;
+    warn_void_bitmaps(header);
     let backing = header.backing_name.as_ref().map(|name| {
         let name = text(name);
         Backing { full: full_name(&spec, &name), name, format: header.backing_format().map(text) }
@@ -69,6 +62,52 @@ pub(super) fn look(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Info> {
         snapshot_lines: snapshot_lines(&seen.snapshots),
         specific: Some(specific(&seen)),
     })
+}
+
+/// Says so if somebody who does not know bitmaps has written to the image.
+pub(super) fn warn_void_bitmaps(header: &Header) {
+    if header.version > 2 && header.bitmaps().is_some() && !header.autoclear.contains(Autoclear::BITMAPS) {
+        let program = super::program();
+        eprintln!(
+            "{program}: warning: a program that does not know bitmaps has modified this file, so all of them are void\n\
+             Their clusters may be leaked."
+        );
+    }
+}
+
+/// Opens what the image is opened with: backing files and data file, down to the last one. A name that leads back ends it, too; whoever opens the chain as a
+/// disk complains about that.
+pub(super) fn require_chain(ctx: &Arc<Context>, spec: &ImageSpec) -> Result<()> {
+    let mut here = spec.clone();
+    let mut seen = vec![spec.path.clone()];
+    while here.format == "qcow2" {
+        let file = open_file(ctx, &here)?;
+        let header = ctx.env().block_on(|cx| {
+            let file = file.clone();
+            async move { header(&cx, &file, Purpose::Repair).await }
+        })?;
+        ctx.graph().forget_node(&file)?;
+        let header = header?;
+        if here.path == spec.path {
+            warn_void_bitmaps(&header);
+        }
+        if header.incompatible.contains(Incompatible::DATA_FILE)
+            && let Some(name) = header.data_file_name()
+        {
+            // Unlike a backing file, QEMU looks for it where the process is.
+            check_file(&text(name), true)?;
+        }
+        let Some(name) = header.backing_name.as_ref().map(|n| full_name(&here, &text(n))) else { break };
+        let format = header.backing_format().map(text);
+        let flags = ImageFlags { format: format.as_deref(), read_only: true, ..Default::default() };
+        here = describe(&name, &flags, None)
+            .map_err(|e| Error::new(e.errno(), e.code(), format!("Could not open backing file: {e}")))?;
+        if seen.len() > crate::limits::GRAPH_DEPTH_MAX || seen.contains(&here.path) {
+            break;
+        }
+        seen.push(here.path.clone());
+    }
+    Ok(())
 }
 
 /// Bytes of a name, which have no particular encoding, for output.

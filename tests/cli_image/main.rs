@@ -5,6 +5,7 @@
 //! with a line on stderr, or fail if `CI` is set in the environment.
 #![cfg(feature = "cli")]
 
+mod damage;
 mod script;
 
 use script::run;
@@ -27,4 +28,9 @@ fn compare_map_and_info_of_raw_images_tell_what_qemu_img_tells() {
 #[test]
 fn info_check_map_and_compare_of_qcow2_images_tell_what_qemu_img_tells() {
     run("qcow2_img", include_str!("qcow2_img.txt"), 140);
+}
+
+#[test]
+fn info_and_check_tell_of_every_geometry_what_qemu_img_tells() {
+    run("qcow2_look", include_str!("qcow2_look.txt"), 180);
 }

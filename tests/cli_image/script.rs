@@ -4,6 +4,7 @@
 //! - `$ COMMAND`: prepares, with sh, in the directory of the real tools; then ours becomes a copy of it.
 //! - `$$ COMMAND`: the same in both directories, each for itself: for what a copy would not keep.
 //! - `io WORDS` or `img WORDS`: a step; `<<< TEXT` behind it is its standard input, with `\n` for a new line. Quotes group words.
+//! - `@same`: from here on both run in one directory. Only for steps that do not write.
 //! - `# COMMENT`, or nothing.
 //!
 //! After each step the files of both directories are compared, images of formats other than raw by `qemu-img compare` (their layout may differ).
@@ -18,13 +19,15 @@ pub fn run(name: &str, text: &str, least: usize) {
         return;
     }
     let dir = tempfile::tempdir().expect("tempdir");
-    let pair = Pair { real: dir.path().join("real"), ours: dir.path().join("ours") };
+    let mut pair = Pair { real: dir.path().join("real"), ours: dir.path().join("ours") };
     fs::create_dir(&pair.real).expect("mkdir");
     fs::create_dir(&pair.ours).expect("mkdir");
     let (mut steps, mut wrong) = (0, Vec::new());
     for line in text.lines() {
         if line.is_empty() || line.starts_with('#') {
             continue;
+        } else if line == "@same" {
+            pair.ours.clone_from(&pair.real);
         } else if let Some(command) = line.strip_prefix("$$ ") {
             shell(&pair.real, command);
             shell(&pair.ours, command);
@@ -70,6 +73,9 @@ struct Seen {
 impl Pair {
     /// Two copies of what is in the directory of the real tools, made the same way: they must agree in what takes space, too.
     fn copy(&self) {
+        if self.ours == self.real {
+            return;
+        }
         let made = self.real.with_extension("made");
         fs::rename(&self.real, &made).expect("rename");
         fs::remove_dir_all(&self.ours).expect("rmdir");

@@ -22,6 +22,8 @@ const BLOCKS_AHEAD_BYTES: u64 = 16 << 20;
 /// Refcount table entries that point at a block already seen, for which unused clusters are looked for all the same. An image that is not made to be slow
 /// has none.
 const DUPLICATES_MAX: usize = 1024;
+/// Clusters of a block that cannot be read, reported one by one.
+const UNKNOWN_MAX: u64 = 64 << 10;
 
 /// The refcount table, and blocks that have been read.
 pub(super) struct Refcounts {
@@ -204,9 +206,12 @@ async fn compare_block(
     let block = match block {
         Ok(block) => block,
         Err(e) => {
-            // One cluster for each that is in use, or the report would be as long as a block that cannot be read.
+            // Of many clusters only those in use, or a sparse file could make the report endless.
+            let few = clusters.end - clusters.start <= UNKNOWN_MAX;
             let mut at = clusters.start;
-            while let Some((cluster, _)) = refs.next(at).filter(|(c, _)| *c < clusters.end) {
+            while at < clusters.end {
+                let next = if few { Some(at) } else { refs.next(at).map(|n| n.0) };
+                let Some(cluster) = next.filter(|c| *c < clusters.end) else { break };
                 report.found(&Finding::NoRefcount { cluster, errno: e.errno }, 1);
                 at = cluster + 1;
             }
@@ -217,6 +222,7 @@ async fn compare_block(
         let mut at = clusters.start;
         while let Some((cluster, references)) = refs.next(at).filter(|(c, _)| *c < clusters.end) {
             report.found(&Finding::TooLow { cluster, refcount: 0, references }, 1);
+            report.in_use(cluster, layout.cluster_bits);
             at = cluster + 1;
         }
         return;
@@ -233,8 +239,7 @@ async fn compare_block(
         let refcount = block::get(&block, layout.refcount_order, index as usize);
         let references = refs.get(cluster);
         if refcount > 0 || references > 0 {
-            report.counts.image_end_offset =
-                report.counts.image_end_offset.max((cluster + 1) << layout.cluster_bits);
+            report.in_use(cluster, layout.cluster_bits);
         }
         if refcount < u64::from(references) {
             report.found(&Finding::TooLow { cluster, refcount, references }, 1);

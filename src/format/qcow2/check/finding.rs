@@ -85,7 +85,11 @@ impl Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let errno = |n: &i32| crate::error::IoError::os(*n);
+        // Without the number that Rust puts behind the words.
+        let errno = |n: &i32| {
+            let text = crate::error::IoError::os(*n).to_string();
+            text.split(" (os error").next().unwrap_or_default().to_owned()
+        };
         match self {
             Self::TooLow { cluster, refcount, references } => {
                 write!(f, "ERROR cluster {cluster} refcount={refcount} reference={references}")

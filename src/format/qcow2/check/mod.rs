@@ -127,5 +127,7 @@ async fn walk_and_compare(
         }
     }
     report.finish_copied();
+    // Whatever the refcounts say, there is a header.
+    report.in_use(0, layout.cluster_bits);
     Ok(report.counts)
 }

@@ -55,6 +55,11 @@ impl<'a> Report<'a> {
         }
     }
 
+    /// A cluster is in use: the image does not end before it.
+    pub(super) fn in_use(&mut self, cluster: u64, cluster_bits: u32) {
+        self.counts.image_end_offset = self.counts.image_end_offset.max((cluster + 1) << cluster_bits);
+    }
+
     pub(super) fn finish_copied(&mut self) {
         for finding in std::mem::take(&mut self.copied) {
             (self.sink)(&finding);
@@ -314,6 +319,8 @@ impl<'a, 'r> Walk<'a, 'r> {
 
     async fn l2_table(&mut self, table: &Table, words: &[u64], refcounts: &mut Refcounts) -> Result<()> {
         let step = self.layout.entry_words();
+        // How a disk is fragmented is counted inside of each table.
+        self.next_data = None;
         for (index, entry) in words.chunks_exact(step).enumerate() {
             let words = Words { entry: entry[0], bitmap: if step > 1 { entry[1] } else { 0 } };
             if words == Words::NONE {
@@ -349,7 +356,9 @@ impl<'a, 'r> Walk<'a, 'r> {
         // Judged by the layout of version 3 first: an offset is counted whatever is wrong with the flags beside it.
         let reserved = words.reserved(&self.layout)
             | if self.layout.version < 3 { word & super::super::entry::ZERO } else { 0 };
-        let has_host = offset != 0 || (self.layout.data_file && word & COPIED != 0);
+        // Offset 0 is one in a data file, for data that is said to be there.
+        let zero_flag = !self.layout.extended && word & super::super::entry::ZERO != 0;
+        let has_host = offset != 0 || (self.layout.data_file && word & COPIED != 0 && !zero_flag);
         if has_host && reserved != 0 {
             self.found(&Finding::L2Reserved { word }, times);
         }
