@@ -39,9 +39,9 @@ const LONG: &[Long] = &[
 
 /// One extent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Entry {
-    start: u64,
-    len: u64,
+pub(super) struct Entry {
+    pub(super) start: u64,
+    pub(super) len: u64,
     /// Layer that answers, counted from the top.
     depth: u32,
     present: bool,
@@ -54,6 +54,11 @@ struct Entry {
 }
 
 impl Entry {
+    /// Whether it may hold something else than zeros.
+    pub(super) const fn holds_data(&self) -> bool {
+        self.data && !self.zero
+    }
+
     /// Whether `next` continues this extent.
     fn joins(&self, next: &Entry) -> bool {
         let same = (self.depth, self.present, self.zero, self.data, self.compressed, &self.file)
@@ -141,17 +146,15 @@ fn print_range(tool: &Tool, image: &Image, start: u64, end: u64, json: bool) -> 
         Ok(())
     };
     let mut held: Option<Entry> = None;
-    let mut at = start;
-    while at < end {
-        let next = entry_at(image, ByteRange { offset: at, len: end - at })
-            .map_err(|e| tool.error(&format!("Failed to read image metadata: {}", errno_text(e.errno))))?;
-        at += next.len;
+    each_entry(image, start, end, |next| {
         match &mut held {
             Some(last) if last.joins(&next) => last.len += next.len,
             Some(last) => print(&std::mem::replace(last, next))?,
             None => held = Some(next),
         }
-    }
+        Ok(())
+    })
+    .map_err(|e| tool.error(&format!("Failed to read image metadata: {}", errno_text(e.errno))))??;
     // A range without a byte is one extent without a byte, in JSON.
     let last = held.unwrap_or(Entry { start, ..Entry::default() });
     print(&last)?;
@@ -159,6 +162,24 @@ fn print_range(tool: &Tool, image: &Image, start: u64, end: u64, json: bool) -> 
         println!("]");
     }
     Ok(())
+}
+
+/// Shows every extent from `start` to `end`, one after the other; neighbours may be alike.
+pub(super) fn each_entry(
+    image: &Image,
+    start: u64,
+    end: u64,
+    mut show: impl FnMut(Entry) -> Step,
+) -> IoResult<Step> {
+    let mut at = start;
+    while at < end {
+        let next = entry_at(image, ByteRange { offset: at, len: end - at })?;
+        at += next.len;
+        if let Err(ended) = show(next) {
+            return Ok(Err(ended));
+        }
+    }
+    Ok(Ok(()))
 }
 
 /// `%#x` of C, which has no prefix before a zero.

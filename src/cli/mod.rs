@@ -7,13 +7,16 @@
 mod bench;
 mod check;
 mod compare;
+mod create;
 pub mod daemon;
 mod demo;
+mod format_opts;
 mod getopt;
 mod image;
 mod info;
 mod io;
 mod map;
+mod measure;
 mod probe;
 mod qcow2;
 mod serve;
@@ -45,12 +48,18 @@ enum Command {
     /// Tells whether two images read the same, with the options of qemu-img compare
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Compare(Words),
+    /// Makes an image, with the options of qemu-img create
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Create(Words),
     /// Prints what an image is, with the options of qemu-img info
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Info(Words),
     /// Prints where the data of an image lies, with the options of qemu-img map
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Map(Words),
+    /// Tells how large an image would be, with the options of qemu-img measure
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Measure(Words),
     /// Reads, writes and looks at an image by commands, with the commands and options of qemu-io
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Io(Words),
@@ -86,8 +95,10 @@ pub fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Check(args) => Ok(check::run(&args.words)),
         Command::Compare(args) => Ok(compare::run(&args.words)),
+        Command::Create(args) => Ok(create::run(&args.words)),
         Command::Info(args) => Ok(info::run(&args.words)),
         Command::Map(args) => Ok(map::run(&args.words)),
+        Command::Measure(args) => Ok(measure::run(&args.words)),
         Command::Io(args) => io::run(&args.words),
         Command::Serve(args) => serve::run(&args),
         Command::StorageDaemon { words } => daemon::run(words),

@@ -34,15 +34,20 @@ pub(super) async fn header(cx: &Cx, file: &Vertex, purpose: Purpose) -> Result<H
     read_header(cx, &*file.top_node(), purpose).await
 }
 
-/// What `info` shows of an image.
-pub(super) fn look(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Info> {
-    let file = open_file(ctx, &spec)?;
+/// Reads what an image lists.
+pub(super) fn listed(ctx: &Arc<Context>, spec: &ImageSpec) -> Result<Listed> {
+    let file = open_file(ctx, spec)?;
     let found = ctx.env().block_on(|cx| {
         let file = file.clone();
         async move { examine(&cx, &file).await }
     })?;
     ctx.graph().forget_node(&file)?;
-    let seen = found?;
+    found
+}
+
+/// What `info` shows of an image.
+pub(super) fn look(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Info> {
+    let seen = listed(ctx, &spec)?;
     let header = &seen.header;
     warn_void_bitmaps(header);
     let backing = header.backing_name.as_ref().map(|name| {
@@ -117,10 +122,15 @@ pub(super) fn text(bytes: impl AsRef<[u8]>) -> String {
 
 /// The name of a backing file as it would be opened: relative to the image that names it.
 pub(super) fn full_name(spec: &ImageSpec, name: &str) -> String {
+    beside(spec.path.as_deref(), name)
+}
+
+/// A name that an image at `path` contains, as it would be opened.
+pub(super) fn beside(path: Option<&str>, name: &str) -> String {
     if has_protocol(name) || name.starts_with('/') {
         return name.to_owned();
     }
-    let dir = spec.path.as_deref().and_then(|p| Path::new(p).parent()).filter(|d| !d.as_os_str().is_empty());
+    let dir = path.and_then(|p| Path::new(p).parent()).filter(|d| !d.as_os_str().is_empty());
     dir.map_or_else(|| name.to_owned(), |dir| dir.join(name).display().to_string())
 }
 
@@ -130,15 +140,15 @@ pub(super) fn has_protocol(name: &str) -> bool {
     head.contains(':')
 }
 
-/// What was read of an image.
-struct Seen {
-    header: Header,
-    snapshots: Vec<Snapshot>,
-    bitmaps: Vec<Bitmap>,
+/// What was read of an image: its header and what that leads to.
+pub(super) struct Listed {
+    pub(super) header: Header,
+    pub(super) snapshots: Vec<Snapshot>,
+    pub(super) bitmaps: Vec<Bitmap>,
     luks: Option<Vec<u8>>,
 }
 
-async fn examine(cx: &Cx, file: &Vertex) -> Result<Seen> {
+async fn examine(cx: &Cx, file: &Vertex) -> Result<Listed> {
     let header = header(cx, file, Purpose::Use).await?;
     let node = file.top_node();
     let snapshots = read_snapshots(cx, &*node, &header).await?.entries;
@@ -164,11 +174,11 @@ async fn examine(cx: &Cx, file: &Vertex) -> Result<Seen> {
         }
         _ => None,
     };
-    Ok(Seen { header, snapshots, bitmaps, luks })
+    Ok(Listed { header, snapshots, bitmaps, luks })
 }
 
 /// `format-specific` data, keys in the order in which qemu-img has them.
-fn specific(seen: &Seen) -> Value {
+fn specific(seen: &Listed) -> Value {
     let h = &seen.header;
     let v3 = h.version > 2;
     let mut map = Map::new();

@@ -23,8 +23,9 @@ impl SizeError {
     }
 }
 
-/// A size or offset below 2^63 with an optional suffix.
+/// A size or offset below 2^63 with an optional suffix, and perhaps blanks before it.
 pub(super) fn parse(word: &str) -> Result<u64, SizeError> {
+    let word = word.trim_ascii_start();
     let negative = word.strip_prefix('-').is_some_and(|rest| parse_size(rest).is_ok());
     if negative {
         return Err(SizeError::Range);
@@ -106,6 +107,7 @@ mod tests {
     #[test]
     fn sizes_are_read_with_suffix_and_refused_by_what_is_wrong_with_them() {
         assert_eq!(parse("1.5k"), Ok(1536));
+        assert_eq!(parse(" 1k"), Ok(1024));
         assert_eq!(parse("0x200"), Ok(512));
         assert_eq!(parse("9223372036854775807"), Ok(i64::MAX as u64));
         for word in ["9223372036854775808", "8E", "-1", "-4k", "99999999999999999999"] {

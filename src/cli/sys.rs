@@ -180,6 +180,22 @@ pub(super) fn trim_heap() {
     }
 }
 
+/// Asks the file system to overwrite a file in place. Errors: ENOTTY and others where that is not known, which most file systems answer.
+pub(super) fn set_nocow(file: &File) -> io::Result<()> {
+    const FS_NOCOW_FL: libc::c_long = 0x0080_0000;
+    let mut flags: libc::c_long = 0;
+    // SAFETY: the kernel writes an int or a long through the pointer, which is valid for both.
+    if unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS, &raw mut flags) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    flags |= FS_NOCOW_FL;
+    // SAFETY: the kernel reads an int or a long through the pointer, which is valid for both.
+    if unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_SETFLAGS, &raw const flags) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

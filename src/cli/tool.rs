@@ -89,6 +89,12 @@ impl Tool {
         Err(self.error(&format!("Parameter 'qom-type' does not accept value '{kind}'")))
     }
 
+    /// The items of an `-o`.
+    pub(super) fn option_list(&self, value: &str) -> Step<Vec<String>> {
+        super::format_opts::split_list(value)
+            .ok_or_else(|| self.error(&format!("Invalid option list: {value}")))
+    }
+
     /// The only operand.
     pub(super) fn one_file(&self, operands: Vec<String>) -> Step<String> {
         match <[String; 1]>::try_from(operands) {

@@ -34,3 +34,13 @@ fn info_check_map_and_compare_of_qcow2_images_tell_what_qemu_img_tells() {
 fn info_and_check_tell_of_every_geometry_what_qemu_img_tells() {
     run("qcow2_look", include_str!("qcow2_look.txt"), 180);
 }
+
+#[test]
+fn create_makes_what_qemu_img_makes_and_refuses_what_it_refuses() {
+    run("create", include_str!("create.txt"), 380);
+}
+
+#[test]
+fn measure_of_sizes_and_images_gives_the_figures_of_qemu_img() {
+    run("measure", include_str!("measure.txt"), 250);
+}

@@ -188,6 +188,11 @@ impl CreateOptions {
         Ok(())
     }
 
+    /// Whether an image file can hold it. Errors: EFBIG.
+    pub fn placeable(&self) -> Result<()> {
+        self.place(self.stored_size()?).map(|_| ())
+    }
+
     fn layout(&self) -> Layout {
         Layout {
             version: if self.compat == Compat::V010 { 2 } else { 3 },

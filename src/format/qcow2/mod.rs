@@ -6,7 +6,8 @@
 //! before an allocation depends on them, and errors name structure, offset and value: no image can make them panic, hang or allocate more
 //! than cluster 0.
 //!
-//! Looking without opening: [`inspect`] (the header), [`snapshot`], [`bitmap`] (what they list), [`check`] (whether all of it is consistent).
+//! Looking without opening: [`inspect`] (the header), [`snapshot`], [`bitmap`] (what they list), [`check`] (whether all of it is consistent), [`measure`] (how large an image
+//! would be).
 //!
 //! Metadata in RAM: [`l1`] (the active L1 table), [`cache`] (slices of L2 tables; what a commit takes from them).
 //!
@@ -52,6 +53,7 @@ pub mod l1;
 pub mod layout;
 pub mod limits;
 pub mod map;
+pub mod measure;
 mod meta_io;
 mod node;
 pub mod open;
