@@ -59,6 +59,7 @@ mod node;
 pub mod open;
 mod read;
 pub mod refcount;
+mod repair;
 pub mod settings;
 pub mod snapshot;
 mod tables;

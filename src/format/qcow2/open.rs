@@ -12,6 +12,7 @@ use super::image::Image;
 use super::l1::L1;
 use super::meta_io::read_at;
 use super::node::Qcow2Node;
+use super::repair::repair;
 use super::settings::{L2_CACHE_DEFAULT_MAX, QCOW2_PROPS, Settings};
 use super::writer::Writer;
 use crate::error::{Code, Error, Result};
@@ -134,14 +135,21 @@ fn open_layer(
         let node = node.clone();
         async move { read_header(&cx, &*node, Purpose::Use).await }
     })?;
-    let header = header.map_err(|e| in_image(&node, e))?;
+    let mut header = header.map_err(|e| in_image(&node, e))?;
     check_use(&node, &header, &settings)?;
+    let file = Arc::new(file);
+    if is_writable(&node, &settings) && header.incompatible.contains(Incompatible::DIRTY) {
+        let (edge, old) = (file.clone(), header.clone());
+        let repaired = cx.env().block_on(|cx| async move { repair(&cx, &edge, &old).await })?;
+        let (new, repaired) = repaired.map_err(|e| in_image(&node, e))?;
+        header = new;
+        cx.env().log(2, "qcow2", &format!("{name}: the image was not closed cleanly; {repaired}"));
+    }
     let layout = settings.slices(header.layout()).map_err(|e| in_image(&node, e))?;
     let data_file = open_data_file(cx, &mut o, &settings, &node, &header, chain)?;
     let below = find_backing(cx, &mut o, &settings, &node, &header, chain)?;
     o.finish_for(&QCOW2_PROPS)?;
     let size = header.usable_size();
-    let file = Arc::new(file);
     // More entries than the disk needs are for vmstate, which only a writable image has a use for.
     let l1_entries = layout.l1_entries_for(size)?;
     let keys = l1_entries * layout.slices_per_table() as u64;
@@ -180,9 +188,8 @@ fn check_use(file: &Arc<dyn Node>, header: &Header, settings: &Settings) -> Resu
         return Err(in_image(file, Error::unsupported("encrypted images are not supported yet")));
     }
     let bits = header.incompatible;
-    if is_writable(file, settings) && bits.intersects(Incompatible::DIRTY | Incompatible::CORRUPT) {
-        let what = if bits.contains(Incompatible::CORRUPT) { "damaged" } else { "not closed cleanly" };
-        let text = format!("the image is marked as {what}; repair it, or open it with read-only=on");
+    if is_writable(file, settings) && bits.contains(Incompatible::CORRUPT) {
+        let text = "the image is marked as damaged; repair it, or open it with read-only=on".to_owned();
         return Err(in_image(file, Error::new(libc::EACCES, Code::ReadOnly, text)));
     }
     Ok(())

@@ -219,6 +219,19 @@ impl Refcounts {
         Ok(())
     }
 
+    /// Makes the count of the cluster at `host` be `value` (repair). The block must be loaded.
+    pub fn set(&mut self, host: u64, value: u64) -> std::result::Result<(), Refused> {
+        let (index, at) = (self.layout.reftable_index(host), self.layout.refblock_index(host) as usize);
+        let order = self.layout.refcount_order;
+        let (clock, part) = (self.clock + 1, self.part);
+        let b = self.blocks.get_mut(&index).ok_or(Refused::NotLoaded(index))?;
+        block::set(&mut b.bytes, order, at, value).map_err(|_| Refused::OutOfBounds(host))?;
+        b.used = clock;
+        b.dirty.set(block::bytes_of(order, at).start / part);
+        self.clock = clock;
+        Ok(())
+    }
+
     /// The first cluster from `host` on, up to `end`, whose count is 0, and how many bytes of such clusters follow. Blocks that are not loaded end the
     /// search (`Err`).
     pub fn free_run(&self, host: u64, end: u64) -> std::result::Result<Option<ByteRange>, Refused> {
@@ -265,6 +278,11 @@ impl Refcounts {
     ///
     /// A block may count itself, and more blocks may need a larger table, which needs more blocks: the numbers only rise until they fit (trap 13).
     pub fn plan_growth(&self, at: u64, want: u64) -> Result<GrowthPlan> {
+        self.plan_growth_for(at, want, &[])
+    }
+
+    /// The same, with blocks for the indices `extra` as well, which lie below `at` and have none.
+    pub fn plan_growth_for(&self, at: u64, want: u64, extra: &[u64]) -> Result<GrowthPlan> {
         let l = &self.layout;
         let too_large = || {
             Error::new(
@@ -279,9 +297,9 @@ impl Refcounts {
             let all = at.checked_add(own).and_then(|e| e.checked_add(want)).filter(|e| *e <= i64::MAX as u64);
             let all = ByteRange { offset: at, len: all.ok_or_else(too_large)? - at };
             let last = l.reftable_index(all.end().max(1) - 1);
-            let mut missing = Vec::new();
+            let mut missing = extra.to_vec();
             for index in self.indices(all) {
-                if self.block_offset(index)?.is_none() {
+                if self.block_offset(index)?.is_none() && !extra.contains(&index) {
                     missing.push(index);
                 }
             }
