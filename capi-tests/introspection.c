@@ -4,7 +4,7 @@
 int main(void)
 {
     const char *drivers[] = { "file", "memory", "null-co", "raw", "throttle", "fault", "copy-before-write", "ram-cache",
-                              "snapshot-access" };
+                              "snapshot-access", "qcow2" };
     size_t i;
 
     CHECK(cobweb_version() == (COBWEB_VERSION_MAJOR << 16 | COBWEB_VERSION_MINOR << 8 | COBWEB_VERSION_PATCH));

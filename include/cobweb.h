@@ -881,7 +881,11 @@ int cobweb_node_open(struct cobweb_ctx *c,
                      struct cobweb_node **out,
                      struct cobweb_error *e);
 
-/* Creates an image: `driver=file,filename=...,size=...` makes a (sparse) file. Refused (-EEXIST) if it is there. May block. */
+/*
+ Creates an image: `driver=file,filename=...,size=...` makes a (sparse) file; `driver=qcow2,filename=...` an image with the options that `cobweb_prop_next("create:qcow2", ...)`
+ lists, in the names of QEMU's blockdev-create. An overlay (`backing-file`, `backing-fmt`) whose layout is not given gets sub-clusters, the fastest for one. Refused
+ (-EEXIST) if the file is there; after an error it is not. May block. Errors: -EINVAL (the text names the option), -EFBIG, or what the system said.
+ */
 COBWEB_CHECK
 int cobweb_node_create(struct cobweb_ctx *c,
                        const char *options,
@@ -897,7 +901,13 @@ int cobweb_node_set(struct cobweb_node *n,
                     const char *val,
                     struct cobweb_error *e);
 
-/* Reads a property as text; returns its length (which may be more than `cap - 1`: call again). `node-name`, `driver`, `size` and `last-error` exist for every node. */
+/*
+ Reads a property as text; returns its length (which may be more than `cap - 1`: call again). `node-name`, `driver`, `size` and `last-error` exist for every node.
+
+ A qcow2 node also has, as JSON: `info` (what `cobweb info` shows as format-specific data), `statistics` (of the open image: cache, allocations, copy-on-write), and `check`, which
+ walks the whole image and may block for long: `corruptions`, `leaks`, `check-errors`, `image-end-offset`, `total-clusters`, `allocated-clusters`, `fragmented-clusters`,
+ `compressed-clusters` and the first `findings`. What a writable image has reserved ahead of need shows as leaks.
+ */
 int cobweb_node_get(struct cobweb_node *n,
                     const char *key,
                     char *buf,
@@ -907,7 +917,10 @@ int cobweb_node_get(struct cobweb_node *n,
 /* Gives a reference back. The node is closed when its last user (handle, parent, disk, job) has gone. NULL is allowed. */
 void cobweb_node_unref(struct cobweb_node *n);
 
-/* Lists the options of a driver, one per call: 1 if `out` was filled, 0 at the end, -ENOENT for an unknown driver. `iter` starts at 0. The strings are static. */
+/*
+ Lists the options of a driver, one per call: 1 if `out` was filled, 0 at the end, -ENOENT for an unknown driver. `iter` starts at 0. The strings are static. `create:qcow2` stands
+ for what `cobweb_node_create` takes.
+ */
 int cobweb_prop_next(const char *driver,
                      uint32_t *iter,
                      struct cobweb_prop *out);

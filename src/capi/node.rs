@@ -55,7 +55,9 @@ pub unsafe extern "C" fn cobweb_node_open(
     })
 }
 
-/// Creates an image: `driver=file,filename=...,size=...` makes a (sparse) file. Refused (-EEXIST) if it is there. May block.
+/// Creates an image: `driver=file,filename=...,size=...` makes a (sparse) file; `driver=qcow2,filename=...` an image with the options that `cobweb_prop_next("create:qcow2", ...)`
+/// lists, in the names of QEMU's blockdev-create. An overlay (`backing-file`, `backing-fmt`) whose layout is not given gets sub-clusters, the fastest for one. Refused
+/// (-EEXIST) if the file is there; after an error it is not. May block. Errors: -EINVAL (the text names the option), -EFBIG, or what the system said.
 ///
 /// # Safety
 /// Pointers are NULL or valid as their types say.
@@ -68,16 +70,8 @@ pub unsafe extern "C" fn cobweb_node_create(
 ) -> c_int {
     boundary::call_int(e, || {
         // SAFETY: the caller's duty.
-        let (_, options) = unsafe { (ctx(c)?, text(options, "options")?) };
-        let mut options = Options::parse(options)?;
-        let driver = options.require_str("driver")?;
-        if !matches!(driver.as_str(), "file" | "raw") {
-            return Err(Error::unsupported(format!("driver '{driver}' cannot create images")));
-        }
-        let key = if driver == "raw" { "file.filename" } else { "filename" };
-        let (name, size) = (options.require_str(key)?, options.require_size("size")?);
-        options.finish()?;
-        crate::io::file::create_file(std::path::Path::new(&name), size).map(|_| 0)
+        let (ctx, options) = unsafe { (ctx(c)?, text(options, "options")?) };
+        ctx.graph().create_image(Options::parse(options)?).map(|()| 0)
     })
 }
 
@@ -126,6 +120,10 @@ pub unsafe extern "C" fn cobweb_node_set(
 
 /// Reads a property as text; returns its length (which may be more than `cap - 1`: call again). `node-name`, `driver`, `size` and `last-error` exist for every node.
 ///
+/// A qcow2 node also has, as JSON: `info` (what `cobweb info` shows as format-specific data), `statistics` (of the open image: cache, allocations, copy-on-write), and `check`, which
+/// walks the whole image and may block for long: `corruptions`, `leaks`, `check-errors`, `image-end-offset`, `total-clusters`, `allocated-clusters`, `fragmented-clusters`,
+/// `compressed-clusters` and the first `findings`. What a writable image has reserved ahead of need shows as leaks.
+///
 /// # Safety
 /// `buf` is valid for `cap` bytes or NULL.
 #[unsafe(no_mangle)]
@@ -139,7 +137,8 @@ pub unsafe extern "C" fn cobweb_node_get(
     boundary::call_int(e, || {
         // SAFETY: the caller's duty.
         let (node, key) = unsafe { (NodeRef::get(n)?, text(key, "key")?) };
-        let value = get(&node.vertex, key)?;
+        let checked = if key == "check" { node.ctx.graph().check_image(&node.vertex) } else { None };
+        let value = checked.unwrap_or_else(|| get(&node.vertex, key))?;
         // SAFETY: the caller's duty.
         Ok(unsafe { put_text(&value, buf, cap) })
     })

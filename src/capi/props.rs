@@ -2,7 +2,7 @@
 
 use super::abi::cobweb_prop;
 use super::boundary::{self, null, put, text, write_sized};
-use crate::graph::DRIVERS;
+use crate::graph::{CREATE_PROPS, DRIVERS};
 use libc::{c_char, c_int};
 use once_cell::sync::OnceCell;
 use std::ffi::CString;
@@ -17,7 +17,8 @@ struct Row {
     doc: CString,
 }
 
-/// Lists the options of a driver, one per call: 1 if `out` was filled, 0 at the end, -ENOENT for an unknown driver. `iter` starts at 0. The strings are static.
+/// Lists the options of a driver, one per call: 1 if `out` was filled, 0 at the end, -ENOENT for an unknown driver. `iter` starts at 0. The strings are static. `create:qcow2` stands
+/// for what `cobweb_node_create` takes.
 ///
 /// # Safety
 /// `iter` and `out` are valid for writes.
@@ -33,11 +34,14 @@ pub unsafe extern "C" fn cobweb_prop_next(
         if iter.is_null() || out.is_null() {
             return Err(null(if iter.is_null() { "iter" } else { "out" }));
         }
-        let found = crate::graph::find_driver(driver)
-            .ok_or_else(|| crate::error::Error::not_found(format!("unknown driver '{driver}'")))?;
+        let name = match crate::graph::find_driver(driver) {
+            Some(found) => found.name,
+            None if driver == CREATE_PROPS.driver => CREATE_PROPS.driver,
+            None => return Err(crate::error::Error::not_found(format!("unknown driver '{driver}'"))),
+        };
         // SAFETY: checked above.
         let at = unsafe { iter.read() };
-        let Some(row) = rows().iter().filter(|r| r.driver == found.name).nth(at as usize) else {
+        let Some(row) = rows().iter().filter(|r| r.driver == name).nth(at as usize) else {
             return Ok(0);
         };
         let prop = cobweb_prop {
@@ -63,9 +67,11 @@ fn rows() -> &'static [Row] {
         let c = |s: &str| CString::new(s).unwrap_or_default();
         DRIVERS
             .iter()
-            .flat_map(|d| {
-                d.props.props.iter().map(move |p| Row {
-                    driver: d.name,
+            .map(|d| (d.name, d.props))
+            .chain([(CREATE_PROPS.driver, &CREATE_PROPS)])
+            .flat_map(|(driver, table)| {
+                table.props.iter().map(move |p| Row {
+                    driver,
                     states: p.states.bits(),
                     name: c(p.name),
                     kind: c(p.ty.name()),

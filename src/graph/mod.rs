@@ -9,6 +9,7 @@
 
 mod counters;
 mod disk;
+mod images;
 mod implicit;
 mod network;
 mod open;
@@ -17,6 +18,7 @@ mod registry;
 mod tests;
 mod turn;
 
+pub use crate::format::qcow2::CREATE_PROPS;
 pub use counters::{IoCounters, IoTotals};
 pub use disk::{Disk, DiskPass};
 pub use implicit::{Base, Chain, ImplicitOpen, NamedChild};

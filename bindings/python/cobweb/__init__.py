@@ -12,7 +12,7 @@ Thread rules are those of the C library: a Queue belongs to one thread at a time
 `cobweb.Error`, an OSError with `errno`, the engine's text and its finer `code`.
 """
 from ._core import (BLOCK_STATUS_FLAGS, Completion, Context, Disk, Error, Event, Export, Extent, Group, Job, JobFailed, Node,
-                    Queue, has, version)
+                    Queue, has, properties, version)
 
 __all__ = ["BLOCK_STATUS_FLAGS", "Completion", "Context", "Disk", "Error", "Event", "Export", "Extent", "Group", "Job", "JobFailed",
-           "Node", "Queue", "has", "version"]
+           "Node", "Queue", "has", "properties", "version"]

@@ -73,7 +73,12 @@ class cobweb_hist(C.Structure):
                 ("max_ns", C.c_uint64), ("bucket", C.c_uint64 * 128)]
 
 
-STRUCTS = [cobweb_error, cobweb_req, cobweb_cqe, cobweb_extent, cobweb_limits, cobweb_event, cobweb_job_info, cobweb_report,
+class cobweb_prop(C.Structure):
+    _fields_ = [("struct_size", C.c_uint32), ("states", C.c_uint32), ("name", C.c_char_p), ("type", C.c_char_p), ("def", C.c_char_p),
+                ("doc", C.c_char_p)]
+
+
+STRUCTS = [cobweb_prop, cobweb_error, cobweb_req, cobweb_cqe, cobweb_extent, cobweb_limits, cobweb_event, cobweb_job_info, cobweb_report,
            cobweb_range, cobweb_stats, cobweb_hist]
 
 _p, _s, _u32, _u64, _i64, _int = C.c_void_p, C.c_char_p, C.c_uint32, C.c_uint64, C.c_int64, C.c_int
@@ -83,6 +88,7 @@ _out = C.POINTER(C.c_void_p)
 # name: (result, arguments)
 FUNCTIONS = {
     "version": (_u32, []), "has": (_int, [_s]), "code_str": (_s, [_u32]),
+    "prop_next": (_int, [_s, C.POINTER(C.c_uint32), C.POINTER(cobweb_prop)]),
     "ctx_new": (_int, [_s, _p, _out, _e]), "ctx_start": (_int, [_p, _e]), "ctx_query": (_int, [_p, _s, _p, C.c_size_t]),
     "event_fd": (_int, [_p]), "event_next": (_int, [_p, C.POINTER(cobweb_event)]), "ctx_free": (None, [_p]),
     "node_open": (_int, [_p, _s, _out, _e]), "node_create": (_int, [_p, _s, _e]), "node_find": (_int, [_p, _s, _out]),

@@ -70,6 +70,17 @@ def has(feature: str) -> bool:
     return lib.cobweb_has(feature.encode()) == 1
 
 
+def properties(driver: str) -> List[Dict[str, Any]]:
+    """The options of a driver (or of `create:qcow2`): name, type, default, one line about it."""
+    out: List[Dict[str, Any]] = []
+    at, prop = C.c_uint32(0), A.cobweb_prop()
+    prop.struct_size = C.sizeof(prop)
+    while _check(lib.cobweb_prop_next(driver.encode(), C.byref(at), C.byref(prop)), f"no driver named '{driver}'"):
+        out.append({"name": prop.name.decode(), "type": prop.type.decode(), "default": getattr(prop, "def").decode(),
+                    "doc": prop.doc.decode()})
+    return out
+
+
 def _code(number: int) -> str:
     return lib.cobweb_code_str(number).decode()
 
@@ -172,10 +183,25 @@ class Node(_Handle):
     _free = staticmethod(lib.cobweb_node_unref)
 
     def get(self, key: str) -> str:
-        need = _call(lib.cobweb_node_get, self._h(), key.encode(), None, 0)
-        buf = C.create_string_buffer(need + 1)
-        _call(lib.cobweb_node_get, self._h(), key.encode(), buf, need + 1)
-        return buf.value.decode()
+        size = 65536
+        while True:
+            buf = C.create_string_buffer(size)
+            need = _call(lib.cobweb_node_get, self._h(), key.encode(), buf, size)
+            if need < size:
+                return buf.value.decode()
+            size = need + 1
+
+    def info(self) -> Dict[str, Any]:
+        """The format of an image, with the keys of `qemu-img info --output=json` (driver qcow2)."""
+        return json.loads(self.get("info"))
+
+    def check(self) -> Dict[str, Any]:
+        """Whether an image is consistent, with the keys of `qemu-img check --output=json` (driver qcow2). Walks all of it."""
+        return json.loads(self.get("check"))
+
+    def statistics(self) -> Dict[str, int]:
+        """What an open image has done: cache, allocations, copy-on-write, barriers (driver qcow2)."""
+        return json.loads(self.get("statistics"))
 
     def set(self, key: str, value: Any) -> None:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -321,6 +347,20 @@ class Disk(_Handle):
         return out
 
 
+    def map(self) -> List[Dict[str, Any]]:
+        """The whole disk, neighbours of the same kind as one, with the keys of `qemu-img map --output=json` that a disk knows."""
+        out: List[Dict[str, Any]] = []
+        for x in self.block_status():
+            zero, there = bool(x.flags & A.EXT_ZERO), bool(x.flags & A.EXT_ALLOCATED)
+            kind = {"depth": x.depth, "present": there or zero, "zero": zero, "data": there and not zero,
+                    "compressed": bool(x.flags & A.EXT_COMPRESSED)}
+            if out and all(out[-1][k] == v for k, v in kind.items()):
+                out[-1]["length"] += x.length
+            else:
+                out.append({"start": x.offset, "length": x.length, **kind})
+        return out
+
+
 class Job(_Handle):
     """A job. Closing the object does not stop it."""
     _free = staticmethod(lib.cobweb_job_unref)
@@ -424,6 +464,7 @@ class Context(_Handle):
         return Node(_make(lib.cobweb_node_open, self._h(), _text(options, more)))
 
     def create(self, options: Any = None, **more: Any) -> None:
+        """Creates an image: `driver` file, raw or qcow2, `filename`, `size` and the rest of `cobweb.properties("create:qcow2")`."""
         _call(lib.cobweb_node_create, self._h(), _text(options, more))
 
     def find(self, name: str) -> Node:

@@ -1,8 +1,10 @@
 """The bindings over the real library ($COBWEB_LIBRARY)."""
 import array
 import errno
+import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -140,6 +142,63 @@ class Library(unittest.TestCase):
         self.assertRegex(cobweb.version(), r"^\d+\.\d+\.\d+$")
         self.assertTrue(cobweb.has("driver:copy-before-write"))
         self.assertFalse(cobweb.has("driver:floppy"))
+
+
+class Images(unittest.TestCase):
+    """qcow2 from Python, beside the real qemu-img."""
+
+    def setUp(self):
+        if not shutil.which("qemu-img"):
+            self.assertNotIn("CI", os.environ, "qemu-img is missing, and this is CI")
+            self.skipTest("qemu-img is missing")
+        self.dir = tempfile.TemporaryDirectory()
+        self.addCleanup(self.dir.cleanup)
+        self.ctx = cobweb.Context()
+        self.addCleanup(self.ctx.close)
+
+    def path(self, name):
+        return str(Path(self.dir.name, name))
+
+    def qemu(self, *words):
+        return json.loads(subprocess.check_output(["qemu-img", words[0], "--output=json", *words[1:]]))
+
+    def test_an_overlay_is_created_written_and_told_about_as_qemu_img_tells(self):
+        base, top = self.path("base.raw"), self.path("top.qcow2")
+        Path(base).write_bytes(os.urandom(1 << 20) + bytes(3 << 20))
+        names = {p["name"] for p in cobweb.properties("create:qcow2")}
+        self.assertLessEqual({"filename", "size", "backing-file", "cluster-size", "extended-l2"}, names)
+        self.ctx.create(driver="qcow2", filename=top, **{"backing-file": "base.raw", "backing-fmt": "raw"})
+        with self.assertRaises(cobweb.Error) as there:
+            self.ctx.create(driver="qcow2", filename=top, size=1 << 20)
+        self.assertEqual(there.exception.errno, errno.EEXIST)
+        with self.assertRaises(cobweb.Error) as bad:
+            self.ctx.create(driver="qcow2", filename=self.path("x"), size=1 << 20, **{"refcount-bits": 3})
+        self.assertIn("refcount", str(bad.exception))
+        self.assertFalse(os.path.exists(self.path("x")))
+        node = self.ctx.open(driver="qcow2", file={"driver": "file", "filename": top}, **{"implicit-open": "allow"})
+        disk = self.ctx.disk("vda")
+        disk.insert(node)
+        disk.write(2 << 20, b"z" * 4096)
+        disk.flush()
+        self.assertEqual(disk.read(2 << 20, 4096), b"z" * 4096)
+        info, stats = node.info(), node.statistics()
+        self.assertEqual(stats["clusters-linked"], 1)
+        self.assertEqual(stats["cow-reads"], 0)
+        self.assertEqual(node.check()["corruptions"], 0)
+        ours = disk.map()
+        self.assertEqual(sum(e["length"] for e in ours), 4 << 20)
+        disk.close()
+        node.close()
+        self.ctx.close()
+        theirs = self.qemu("info", top)
+        for key in ("virtual-size", "cluster-size", "format", "format-specific", "backing-filename", "backing-filename-format"):
+            self.assertEqual(info[key], theirs[key], key)
+        check = self.qemu("check", top)
+        self.assertEqual(check["check-errors"], 0)
+        self.assertNotIn("corruptions", check)
+        mine = [(e["start"], e["length"], e["depth"], e["zero"], e["data"]) for e in ours]
+        real = [(e["start"], e["length"], e["depth"], e["zero"], e["data"]) for e in self.qemu("map", top)]
+        self.assertEqual([e for e in mine if e[2] == 0], [e for e in real if e[2] == 0])
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ pub mod cow;
 #[cfg(test)]
 mod crash_tests;
 pub mod create;
+pub mod create_options;
 mod decompress;
+mod describe;
 pub mod entry;
 #[cfg(test)]
 mod entry_tests;
@@ -69,6 +71,7 @@ mod write;
 pub mod writer;
 mod zero;
 
+pub use create_options::CREATE_PROPS;
 pub use image::Image;
 pub use node::Qcow2Node;
 pub use settings::QCOW2_PROPS;

@@ -2,7 +2,7 @@
 
 use super::image::Image;
 use super::map::Run;
-use crate::error::{IoError, IoResult};
+use crate::error::{IoError, IoResult, Result};
 use crate::node::{Edge, Extent, ExtentFlags, Growth, Limits, Node, NodeFuture, Plan, fixed_size};
 use crate::queue::Cx;
 use crate::request::{Op, ReqRef, Request};
@@ -25,6 +25,11 @@ impl Qcow2Node {
     /// The image.
     pub fn image(&self) -> &Arc<Image> {
         &self.image
+    }
+
+    /// What [`super::check`] finds in the image's file, as JSON; of a writable image after everything in RAM has been written.
+    pub async fn check_json(&self, cx: &Cx) -> Result<String> {
+        super::describe::check(cx, &self.image).await.map(|value| value.to_string())
     }
 
     async fn status(&self, cx: &Cx, range: ByteRange) -> IoResult<Extent> {
@@ -127,6 +132,8 @@ impl Node for Qcow2Node {
             "size" => Some(self.image.size().to_string()),
             "cluster-size" => Some(self.image.layout.cluster_size().to_string()),
             "read-only" => Some(if self.image.is_writable() { "off" } else { "on" }.to_owned()),
+            "info" => Some(super::describe::info(&self.image).to_string()),
+            "statistics" => Some(super::describe::statistics(&self.image).to_string()),
             _ => None,
         }
     }

@@ -16,4 +16,4 @@ pub(in crate::io) use gate::Claim;
 pub use gate::GateToken;
 pub use handle::{Aio, FileHandle};
 pub use node::FileNode;
-pub use open::{FILE_PROPS, create_file, identity_at, real_path};
+pub use open::{FILE_PROPS, create_file, identity_at, real_path, remove_file};

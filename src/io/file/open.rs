@@ -83,6 +83,11 @@ pub fn create_file(path: &Path, size: u64) -> Result<File> {
     }
 }
 
+/// Removes a file that [`create_file`] has made and nobody uses yet.
+pub fn remove_file(path: &Path) -> std::io::Result<()> {
+    std::fs::remove_file(path)
+}
+
 impl FileNode {
     /// A file of `size` bytes without a name in the directory `dir`: it vanishes with its last user (S25), and discards give its blocks back.
     /// Blocks.

@@ -39,6 +39,7 @@ pub struct L2Cache {
     clean_interval: Option<Duration>,
     /// When it was swept last, in nanoseconds.
     swept: AtomicU64,
+    loads: AtomicU64,
     /// Slices with dirty parts, each once.
     dirty: Mutex<Vec<Arc<Slice>>>,
     /// Slices on that list, and slices in a cut.
@@ -93,6 +94,7 @@ impl L2Cache {
             shard_max: AtomicUsize::new(slices.div_ceil(shards)),
             clean_interval,
             swept: AtomicU64::new(0),
+            loads: AtomicU64::new(0),
             dirty: Mutex::default(),
             kept: AtomicUsize::new(0),
             released: Event::new(),
@@ -216,6 +218,11 @@ impl L2Cache {
         self.shard_max.load(Ordering::Relaxed) * self.shards.len()
     }
 
+    /// Slices loaded from the file so far.
+    pub fn loads(&self) -> u64 {
+        self.loads.load(Ordering::Relaxed)
+    }
+
     /// Slices in RAM.
     pub fn len(&self) -> usize {
         self.shards.iter().map(|s| s.lock().ring.len()).sum()
@@ -323,6 +330,7 @@ impl L2Cache {
         let (flight, landing) = Flight::start();
         shard.loading.insert(key, flight.clone());
         drop(shard);
+        self.loads.fetch_add(1, Ordering::Relaxed);
         let (this, task) = (self.clone(), cx.detached());
         cx.spawn(async move {
             let mut table = table;
