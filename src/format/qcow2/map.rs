@@ -115,6 +115,46 @@ fn plain(layout: &Layout, p: &Plain, inside: u64) -> (Run, u64) {
     (run, (u64::from(index + units) << layout.subcluster_bits()) - inside)
 }
 
+/// The host place that is set aside for the start of `range`, whether or not something is there, and how far that goes on: a cluster with sub-clusters has one even where
+/// all that it shows is the backing file. Compressed clusters have none, and what cannot be trusted ends it like the end of the range.
+pub fn place(
+    layout: &Layout,
+    l1: &L1Table,
+    slices: &impl Slices,
+    range: ByteRange,
+) -> (Option<HostOffset>, u64) {
+    let mut first = None;
+    let mut at = range.offset;
+    while at < range.end() {
+        let l1_index = layout.l1_index(at);
+        let (host, end) = match l1.entry(l1_index, layout) {
+            Ok(L1Entry { table: None, .. }) => (None, (l1_index + 1) << layout.l2_span_bits()),
+            Ok(_) => {
+                let cluster = layout.cluster_start(at);
+                let key = at >> (layout.slice_entry_bits() + layout.cluster_bits);
+                let words = slices.entry(key, layout.slice_entry(at));
+                let host = match words.map(|w| w.decode(layout, cluster)) {
+                    Some(Ok(L2Entry::Plain(p))) => p.host.map(|h| HostOffset(h.get() + (at - cluster))),
+                    Some(Ok(L2Entry::Compressed(_))) => None,
+                    None | Some(Err(_)) => break,
+                };
+                (host, cluster + layout.cluster_size())
+            }
+            Err(_) => break,
+        };
+        let expected = |host: HostOffset| host.get() + (at - range.offset);
+        match first {
+            None => first = Some(host),
+            Some(None) if host.is_none() => {}
+            Some(Some(a)) if host.map(HostOffset::get) == Some(expected(a)) => {}
+            Some(_) => break,
+        }
+        at = end.min(range.end());
+    }
+    // Without anything to tell, nothing is known of all of it.
+    if at == range.offset { (None, range.len) } else { (first.flatten(), at - range.offset) }
+}
+
 impl Slices for L2Cache {
     fn entry(&self, key: u64, index: usize) -> Option<Words> {
         self.peek(key).map(|slice| slice.entry(index))
@@ -187,6 +227,27 @@ mod tests {
             ByteRange { offset: 2048 << 14, len: 1 << 20 },
         );
         assert_eq!(m.expect("mapped").run, Run::Unallocated);
+    }
+
+    #[test]
+    fn a_place_that_is_set_aside_is_told_although_nothing_is_there() {
+        let l = layout(true);
+        let l1 = L1Table::new(HostOffset(0), [0x10000, 0]);
+        let mut fake = Fake::default();
+        for cluster in 2..5 {
+            let host = Some(HostOffset(0x100000 + (cluster << 14)));
+            let data = if cluster == 3 { 5 } else { 0 };
+            let entry = L2Entry::Plain(Plain { host, copied: true, data, zero: 0 });
+            put(&mut fake, &l, cluster, entry.encode(&l));
+        }
+        let at = |offset, len| place(&l, &l1, &fake, ByteRange { offset, len });
+        assert_eq!(at(0, 1 << 20), (None, 2 << 14));
+        assert_eq!(at((2 << 14) + 5, 1 << 20), (Some(HostOffset(0x108005)), (3 << 14) - 5));
+        assert_eq!(at((3 << 14) + 5, 9), (Some(HostOffset(0x10c005)), 9));
+        assert_eq!(at(5 << 14, 1 << 30), (None, 1 << 30));
+        // What is not in RAM is not told.
+        let missing = Fake(BTreeMap::new(), vec![0]);
+        assert_eq!(place(&l, &l1, &missing, ByteRange { offset: 0, len: 9 }), (None, 9));
     }
 
     #[test]

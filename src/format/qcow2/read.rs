@@ -3,12 +3,13 @@
 //! Fast: the whole range is one run that the tables in RAM tell, and one request to one node below carries it out. Slow: the tables of a window of the range are
 //! loaded side by side, then the pieces are cut where runs end and read side by side. Windows bound what a request of any length holds in memory.
 
+use super::addr::HostOffset;
 use super::cache::Slice;
 use super::entry::Words;
 use super::image::Image;
 use super::join::join_bounded;
 use super::l1::L1Table;
-use super::map::{Mapped, Run, Slices, Stop, map, table_of};
+use super::map::{Mapped, Run, Slices, Stop, map, place, table_of};
 use super::meta_io::read_at;
 use crate::error::IoResult;
 use crate::node::Plan;
@@ -244,6 +245,13 @@ impl Image {
             }
             _ => Ok(()),
         }
+    }
+
+    /// The host place that is set aside for the start of `range`, and for how many bytes; see [`place`].
+    pub async fn place(&self, cx: &Cx, range: ByteRange) -> IoResult<(Option<HostOffset>, u64)> {
+        let l1 = self.l1_table(cx).await?;
+        let (window, part) = self.window(cx, &l1, range).await?;
+        Ok(place(&self.layout, &l1, &window, part))
     }
 
     /// What the start of `range` is in this layer, tables loaded as needed: at most one window is looked at, so it may go on the same way.
