@@ -4,6 +4,7 @@
 
 use super::getopt::Long;
 use super::image::{Image, ImageFlags, SECTOR, cache_mode, error_text};
+use super::map::entry_at;
 use super::tool::{Ended, Step, Tool};
 use crate::error::{IoError, IoResult};
 use crate::queue::{Cqe, HostOp, HostReq, Queue};
@@ -20,7 +21,7 @@ told; 4: one cannot be read.
   -f, --a-format FMT   format of FILE1
   -F, --b-format FMT   format of FILE2
       --image-opts     the files are option text
-  -s, --strict         different lengths are a difference, even if the rest is zeros
+  -s, --strict         different lengths are a difference, even if the rest is zeros; so is what is allocated
   -T, --cache MODE     cache mode of both files
   -p, --progress       show how far it is
   -q, --quiet          print nothing but errors
@@ -59,6 +60,8 @@ struct Flags {
 enum Stop {
     /// The images differ at this offset.
     Differ(u64),
+    /// One image has there what the other has not, though it reads the same.
+    Unlike(u64),
     /// Status of this image (0 or 1) at this offset.
     Status(usize, u64, IoError),
     /// Read of this image at this offset.
@@ -139,7 +142,12 @@ fn work(tool: &Tool, flags: &Flags, images: &[Image; 2]) -> Step<ExitCode> {
     let (common, all) = (sizes[0].min(sizes[1]), sizes[0].max(sizes[1]));
     let mut progress = Progress { on: flags.progress && !flags.quiet, all, shown: None };
     progress.show(0);
-    let mut result = compare_range(images, 0, common, sizes, &mut progress);
+    let other = if flags.strict { other_status(images, common) } else { Ok(None) };
+    let mut result = other.and_then(|other| {
+        // Of a difference in content and one in status, the first one is told.
+        compare_range(images, 0, other.unwrap_or(common), sizes, &mut progress)?;
+        other.map_or(Ok(()), |at| Err(Stop::Unlike(at)))
+    });
     if result.is_ok() && sizes[0] != sizes[1] {
         say("Warning: Image size mismatch!");
         result = compare_range(images, common, all, sizes, &mut progress);
@@ -155,6 +163,10 @@ fn work(tool: &Tool, flags: &Flags, images: &[Image; 2]) -> Step<ExitCode> {
             say(&format!("Content mismatch at offset {at}!"));
             Ok(ExitCode::FAILURE)
         }
+        Err(Stop::Unlike(at)) => {
+            say(&format!("Strict mode: Offset {at} block status mismatch!"));
+            Ok(ExitCode::FAILURE)
+        }
         Err(Stop::Status(n, at, e)) => {
             let _ =
                 tool.error(&format!("Error while reading the block status of '{}' at {at}: {e}", name(n)));
@@ -165,6 +177,21 @@ fn work(tool: &Tool, flags: &Flags, images: &[Image; 2]) -> Step<ExitCode> {
             Ok(ExitCode::from(4))
         }
     }
+}
+
+/// Where the status of two images of `size` bytes differs first.
+fn other_status(images: &[Image; 2], size: u64) -> Result<Option<u64>, Stop> {
+    let mut at = 0;
+    while at < size {
+        let range = ByteRange { offset: at, len: size - at };
+        let entry = |n: usize| entry_at(&images[n], range).map_err(|e| Stop::Status(n, at, e));
+        let (a, b) = (entry(0)?, entry(1)?);
+        if a.state(size) != b.state(size) {
+            return Ok(Some(at));
+        }
+        at += a.len.min(b.len);
+    }
+    Ok(None)
 }
 
 /// Compares from `from` to `to`; an image that is shorter counts as zeros there.

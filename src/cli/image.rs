@@ -4,6 +4,7 @@
 //! disk. Errors carry the text that follows `Could not open 'NAME': `.
 
 use super::probe;
+use super::qcow2::require_chain;
 use crate::context::Context;
 use crate::error::{Code, Error, Result};
 use crate::graph::{Disk, Graph, ImplicitOpen, find_driver};
@@ -373,7 +374,12 @@ impl Image {
     pub(super) fn open(ctx: &Arc<Context>, spec: ImageSpec) -> Result<Self> {
         check_known(&spec)?;
         let graph = implicit(ctx);
-        let node = graph.open(spec.tree.clone())?;
+        // An error in a file that the image names is told as the tools tell it, which say whose it is.
+        let reworded = |e| match require_chain(ctx, &spec) {
+            Err(e) if !spec.tree.contains("backing") => e,
+            _ => e,
+        };
+        let node = graph.open(spec.tree.clone()).map_err(reworded)?;
         let disk = graph.add_disk("")?;
         graph.insert(&disk, Some(node))?;
         Ok(Self { disk, spec, ctx: ctx.clone() })

@@ -6,6 +6,7 @@ use super::size::{self, SizeError};
 use super::tool::{Ended, Step, Tool};
 use crate::error::IoResult;
 use crate::format::qcow2::Qcow2Node;
+use crate::format::qcow2::addr::HostOffset;
 use crate::format::qcow2::map::Run;
 use crate::format::raw::RawNode;
 use crate::node::{Edge, ExtentFlags, Node};
@@ -54,6 +55,12 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// What two images must agree in to be alike in more than their content; with whether this ends an image of `size` bytes.
+    pub(super) const fn state(&self, size: u64) -> [bool; 6] {
+        let ends = self.start + self.len >= size;
+        [self.present, self.zero, self.data, self.compressed, self.offset.is_some(), ends]
+    }
+
     /// Whether it may hold something else than zeros.
     pub(super) const fn holds_data(&self) -> bool {
         self.data && !self.zero
@@ -188,33 +195,40 @@ fn hex(value: u64) -> String {
 }
 
 /// The extent at the start of `range`, which lies inside the image as its size is shown.
-fn entry_at(image: &Image, range: ByteRange) -> IoResult<Entry> {
+pub(super) fn entry_at(image: &Image, range: ByteRange) -> IoResult<Entry> {
     let disk = &image.disk;
-    let size = disk.size();
-    if range.offset >= size {
-        // Between the end of a raw file and that of its last sector.
-        debug_assert!(range.end() <= size.next_multiple_of(SECTOR));
-        let file = image.spec.path.clone();
-        let offset = Some(range.offset);
-        return Ok(Entry {
-            start: range.offset,
-            len: range.len,
-            present: true,
-            zero: true,
-            offset,
-            file,
-            ..Entry::default()
-        });
-    }
-    let inside = ByteRange { len: range.len.min(size - range.offset), ..range };
     disk.env()
         .block_on(|cx| async move {
             match disk.top() {
-                Some(top) => node_entry(&cx, top, inside).await,
-                None => Ok(Entry { len: inside.len, ..Entry::default() }),
+                Some(top) => node_entry(&cx, top, range).await,
+                None => Ok(Entry { start: range.offset, len: range.len, ..Entry::default() }),
             }
         })
         .unwrap_or_else(|e| Err(e.as_io()))
+}
+
+/// Length of a layer, to whole sectors as QEMU counts them.
+fn layer_size(node: &dyn Node) -> u64 {
+    let size = node.limits().size;
+    size.checked_next_multiple_of(SECTOR).unwrap_or(size)
+}
+
+/// Name of the file in which a node keeps its data, below raw formats.
+fn file_name(node: &dyn Node) -> Option<String> {
+    node.get("filename").or_else(|| {
+        let below = node.children().into_iter().find(|c| c.0 == "file")?.1.node();
+        below.get("filename")
+    })
+}
+
+/// Whether a qcow2 image looks as if its clusters had been set aside without writing to them: if its file has far less space than length, holes say which have not been
+/// written to. Otherwise holes are none of anybody's business: there are some wherever a cluster was written in part.
+fn is_preallocated(top: &Qcow2Node) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let Some(meta) = file_name(top).and_then(|name| std::fs::metadata(name).ok()) else { return false };
+    let space = meta.blocks() * 512;
+    let some_clusters = 2 * top.image().layout.cluster_size();
+    meta.is_file() && meta.len() > space.saturating_add((space / 8).max(some_clusters))
 }
 
 /// What a node says of the start of `range`, with the place in a file where a layer is one that knows it.
@@ -228,20 +242,31 @@ async fn node_entry(cx: &Cx, mut node: Arc<dyn Node>, range: ByteRange) -> IoRes
             let found = top.image().mapped(cx, asked).await?;
             at.len = found.range.len;
             let Run::Unallocated = found.run else {
-                return qcow2_entry(cx, &*top.image().data().node(), found.run, at).await;
+                return qcow2_entry(cx, top, found.run, at).await;
             };
-            top.image().backing().map(Edge::node)
+            let below = top.image().backing().map(Edge::node);
+            match below.filter(|b| range.offset < layer_size(&**b)) {
+                Some(below) => below,
+                // Past the end of a short layer it is the one above that answers (qcow2.md section 6).
+                None => return unallocated_entry(cx, top, ByteRange { len: at.len, ..range }, at).await,
+            }
         } else {
             return plain_entry(cx, &*node, asked, at).await;
         };
-        // Past the end of a short layer it is the one above that answers (qcow2.md section 6).
-        let Some(below) = below.filter(|b| range.offset < b.limits().size) else {
-            return Ok(Entry { zero: true, ..at });
-        };
-        at.len = at.len.min(below.limits().size - range.offset);
+        at.len = at.len.min(layer_size(&*below) - range.offset);
         at.depth = at.depth.saturating_add(1);
         node = below;
     }
+}
+
+/// A range that no layer holds; sub-clusters without content may have a place all the same.
+async fn unallocated_entry(cx: &Cx, top: &Qcow2Node, range: ByteRange, at: Entry) -> IoResult<Entry> {
+    let at = Entry { zero: true, ..at };
+    if !top.image().layout.extended {
+        return Ok(at);
+    }
+    let (host, len) = top.image().place(cx, range).await?;
+    Ok(Entry { len, offset: host.map(HostOffset::get), ..at })
 }
 
 /// A range that lies as it is in the file of a raw image.
@@ -250,15 +275,20 @@ async fn raw_entry(cx: &Cx, node: &dyn Node, range: ByteRange, at: Entry) -> IoR
     let Some(file) = node.children().into_iter().find(|c| c.0 == "file").map(|c| c.1.node()) else {
         return plain_entry(cx, node, range, at).await;
     };
-    let below = ByteRange { offset: range.offset + window, len: range.len };
+    let (offset, name) = (Some(range.offset + window), file.get("filename"));
+    let Some(inside) = node.limits().size.checked_sub(range.offset).filter(|n| *n > 0) else {
+        // Between the end of the file and that of its last sector.
+        return Ok(Entry { present: true, zero: true, offset, file: name, ..at });
+    };
+    let below = ByteRange { offset: range.offset + window, len: range.len.min(inside) };
     let extent = cx.status(&*file, below).await?;
-    let (zero, name) = (extent.is_zero(), file.get("filename"));
-    let offset = Some(below.offset);
+    let zero = extent.is_zero();
     Ok(Entry { len: extent.len, present: true, zero, data: !zero, offset, file: name, ..at })
 }
 
-/// A range that a qcow2 image holds; `file` is where its data is. Space that nothing has been written to is data that reads as zeros.
-async fn qcow2_entry(cx: &Cx, file: &dyn Node, run: Run, at: Entry) -> IoResult<Entry> {
+/// A range that a qcow2 image holds. Space that has only been set aside is data that reads as zeros.
+async fn qcow2_entry(cx: &Cx, top: &Qcow2Node, run: Run, at: Entry) -> IoResult<Entry> {
+    let file = top.image().data().node();
     let at = Entry { present: true, ..at };
     let (host, data) = match run {
         Run::Compressed(_) => return Ok(Entry { data: true, compressed: true, ..at }),
@@ -267,18 +297,18 @@ async fn qcow2_entry(cx: &Cx, file: &dyn Node, run: Run, at: Entry) -> IoResult<
         Run::Data(host) => (host.get(), true),
     };
     let (mut len, mut zero) = (at.len, !data);
-    if data {
+    if data && is_preallocated(top) {
         let size = file.limits().size;
         if host >= size {
             zero = true;
         } else {
-            let extent = cx.status(file, ByteRange { offset: host, len: len.min(size - host) }).await?;
+            let extent = cx.status(&*file, ByteRange { offset: host, len: len.min(size - host) }).await?;
             zero = extent.is_zero();
             // The end of the file is no border: what is past it reads as zeros, or is the rest of a cluster.
             len = if host + extent.len >= size { len } else { extent.len };
         }
     }
-    Ok(Entry { len, zero, data, offset: Some(host), file: file.get("filename"), ..at })
+    Ok(Entry { len, zero, data, offset: Some(host), file: file_name(&*file), ..at })
 }
 
 async fn plain_entry(cx: &Cx, node: &dyn Node, range: ByteRange, at: Entry) -> IoResult<Entry> {

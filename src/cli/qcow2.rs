@@ -1,6 +1,6 @@
 //! What the commands show of a qcow2 image without opening it as a disk, and how names inside it are meant.
 
-use super::image::{ImageFlags, ImageSpec, check_file, describe, local_time};
+use super::image::{ImageFlags, ImageSpec, check_file, describe, error_text, local_time};
 use super::info::{Backing, Info};
 use super::size::human;
 use crate::context::Context;
@@ -81,38 +81,49 @@ pub(super) fn warn_void_bitmaps(header: &Header) {
 }
 
 /// Opens what the image is opened with: backing files and data file, down to the last one. A name that leads back ends it, too; whoever opens the chain as a
-/// disk complains about that.
+/// disk complains about that. Errors say of which layer they are as the tools do: once for each layer above.
 pub(super) fn require_chain(ctx: &Arc<Context>, spec: &ImageSpec) -> Result<()> {
     let mut here = spec.clone();
-    let mut seen = vec![spec.path.clone()];
-    while here.format == "qcow2" {
-        let file = open_file(ctx, &here)?;
-        let header = ctx.env().block_on(|cx| {
-            let file = file.clone();
-            async move { header(&cx, &file, Purpose::Repair).await }
-        })?;
-        ctx.graph().forget_node(&file)?;
-        let header = header?;
-        if here.path == spec.path {
+    let mut seen: Vec<Option<String>> = Vec::new();
+    let below = |depth: usize, e: Error| {
+        let prefix = "Could not open backing file: ".repeat(depth);
+        Error::new(e.errno(), e.code(), format!("{prefix}{}", error_text(&e, "")))
+    };
+    while here.format == "qcow2" && seen.len() <= crate::limits::GRAPH_DEPTH_MAX && !seen.contains(&here.path)
+    {
+        let depth = seen.len();
+        let in_layer = |e| if depth == 0 { e } else { below(depth, e) };
+        let header = layer_header(ctx, &here).map_err(in_layer)?;
+        if depth == 0 {
             warn_void_bitmaps(&header);
         }
-        if header.incompatible.contains(Incompatible::DATA_FILE)
-            && let Some(name) = header.data_file_name()
-        {
-            // Unlike a backing file, QEMU looks for it where the process is.
-            check_file(&text(name), true)?;
-        }
         let Some(name) = header.backing_name.as_ref().map(|n| full_name(&here, &text(n))) else { break };
-        let format = header.backing_format().map(text);
-        let flags = ImageFlags { format: format.as_deref(), read_only: true, ..Default::default() };
-        here = describe(&name, &flags, None)
-            .map_err(|e| Error::new(e.errno(), e.code(), format!("Could not open backing file: {e}")))?;
-        if seen.len() > crate::limits::GRAPH_DEPTH_MAX || seen.contains(&here.path) {
-            break;
-        }
         seen.push(here.path.clone());
+        let format = header.backing_format().map(text);
+        let force_share = spec.tree.peek_str("file.force-share") == Some("on");
+        let flags =
+            ImageFlags { format: format.as_deref(), read_only: true, force_share, ..Default::default() };
+        here = describe(&name, &flags, None).map_err(|e| below(depth + 1, e))?;
     }
     Ok(())
+}
+
+/// The header of a layer whose data file, if it has one, can be opened.
+fn layer_header(ctx: &Arc<Context>, layer: &ImageSpec) -> Result<Header> {
+    let file = open_file(ctx, layer)?;
+    let header = ctx.env().block_on(|cx| {
+        let file = file.clone();
+        async move { header(&cx, &file, Purpose::Repair).await }
+    })?;
+    ctx.graph().forget_node(&file)?;
+    let header = header?;
+    if header.incompatible.contains(Incompatible::DATA_FILE)
+        && let Some(name) = header.data_file_name()
+    {
+        // Unlike a backing file, QEMU looks for it where the process is.
+        check_file(&text(name), true)?;
+    }
+    Ok(header)
 }
 
 /// Bytes of a name, which have no particular encoding, for output.

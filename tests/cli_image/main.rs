@@ -44,3 +44,8 @@ fn create_makes_what_qemu_img_makes_and_refuses_what_it_refuses() {
 fn measure_of_sizes_and_images_gives_the_figures_of_qemu_img() {
     run("measure", include_str!("measure.txt"), 250);
 }
+
+#[test]
+fn chains_are_mapped_listed_and_compared_like_qemu_img_does() {
+    run("chains", include_str!("chains.txt"), 597);
+}

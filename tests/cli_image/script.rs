@@ -49,6 +49,9 @@ pub fn run(name: &str, text: &str, least: usize) {
     assert!(wrong.is_empty(), "{} of {steps} steps differ\n{}", wrong.len(), wrong.join("\n"));
 }
 
+/// Seconds that a step may take: qemu-img does not end with every image.
+const LIMIT: &str = "30";
+
 /// Whether `name` can be run; loud if not.
 pub fn have(name: &str) -> bool {
     let found = Command::new(name).arg("--version").output().is_ok();
@@ -104,8 +107,8 @@ impl Pair {
         let (tool, args) = words.split_first().expect("a tool");
         let cobweb = env!("CARGO_BIN_EXE_cobweb");
         let (real, ours) = match tool.as_str() {
-            "io" => (Command::new("qemu-io"), command(cobweb, &["io"])),
-            "img" => (Command::new("qemu-img"), Command::new(cobweb)),
+            "io" => (command("timeout", &[LIMIT, "qemu-io"]), command("timeout", &[LIMIT, cobweb, "io"])),
+            "img" => (command("timeout", &[LIMIT, "qemu-img"]), command("timeout", &[LIMIT, cobweb])),
             other => panic!("no tool '{other}'"),
         };
         let real = seen(real, args, &self.real, &input);
