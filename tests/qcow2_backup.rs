@@ -139,6 +139,42 @@ fn a_chain_is_backed_up_to_a_qcow2_target_at_its_instant() {
 }
 
 #[test]
+fn a_compressed_backup_is_small_and_whole() {
+    if !have_tools() {
+        return;
+    }
+    for target in [
+        "",
+        "-o compression_type=zstd,extended_l2=on,cluster_size=128k",
+        "-o refcount_bits=1,cluster_size=4k",
+    ] {
+        let mut daemon = daemon("compat=1.1", &format!("qemu-img create -q -f qcow2 {target} t.q 16M"));
+        let mut qmp = Qmp::connect(&daemon.qmp);
+        open_target(&mut qmp, Value::Null);
+        let arguments = json!({"job-id": "b", "device": "disk", "target": "t", "sync": "full", "compress": true, "ram-cache": {"capacity": 4 * MIB}});
+        assert_eq!(backup_under_load(&daemon, &mut qmp, arguments), DONE);
+        qmp.ok("quit", json!({}));
+        daemon.assert_ended();
+        let dir = daemon.path("");
+        let check = sh(&dir, "qemu-img check --output=json -f qcow2 t.q");
+        let check: Value = serde_json::from_str(&check).expect("JSON");
+        // The client's pattern and the written bytes compress; what is random does not.
+        assert!(
+            check["compressed-clusters"].as_u64() > Some(16) && check["leaks"].is_null(),
+            "{target}: {check}"
+        );
+        sh(&dir, "qemu-img compare -q -f qcow2 -F raw t.q instant.raw");
+    }
+    // A target that cannot compress.
+    let daemon = daemon("compat=1.1", "qemu-img create -q -f qcow2 t.q 16M");
+    let mut qmp = Qmp::connect(&daemon.qmp);
+    qmp.ok("blockdev-add", json!({"driver": "memory", "node-name": "m", "size": SIZE}));
+    let arguments = json!({"job-id": "b", "device": "disk", "target": "m", "sync": "full", "compress": true});
+    let refused = qmp.command("blockdev-backup", arguments);
+    assert!(refused["error"]["desc"].as_str().is_some_and(|d| d.contains("compress")), "{refused}");
+}
+
+#[test]
 fn the_top_layer_alone_goes_to_a_target_over_the_same_backing() {
     if !have_tools() {
         return;

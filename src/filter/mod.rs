@@ -8,6 +8,7 @@
 //! driver's open function is handed.
 
 pub mod cbw;
+pub mod compress;
 pub mod fault;
 pub mod passthrough;
 pub mod ram_cache;

@@ -2,7 +2,7 @@
 
 use super::open::OpenCx;
 use crate::error::Result;
-use crate::filter::{cbw, fault, passthrough, ram_cache, throttle};
+use crate::filter::{cbw, compress, fault, passthrough, ram_cache, throttle};
 use crate::format::qcow2;
 use crate::format::raw::{RAW_PROPS, RawNode};
 use crate::io::file::{FILE_PROPS, FileNode};
@@ -34,6 +34,7 @@ pub static DRIVERS: &[Driver] = &[
         props: &cbw::ACCESS_PROPS,
         open: cbw::SnapshotAccess::open,
     },
+    Driver { name: "compress", is_filter: true, props: &compress::PROPS, open: compress::Compress::open },
     Driver { name: "fault", is_filter: true, props: &fault::PROPS, open: fault::Fault::open },
     Driver {
         name: "passthrough",

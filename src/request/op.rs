@@ -51,6 +51,8 @@ bitflags::bitflags! {
         const MAY_UNMAP = 2;
         /// Write-zeroes fails with ENOTSUP rather than writing zeros slowly.
         const NO_FALLBACK = 4;
+        /// Whole clusters may be stored compressed, by a node that can (engine only, not in the C ABI: the driver `compress` sets it).
+        const COMPRESS = 256;
     }
 }
 

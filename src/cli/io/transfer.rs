@@ -305,8 +305,13 @@ impl OpenImage {
     }
 
     /// Writes whole clusters compressed.
-    pub(super) fn write_compressed(&self, _request: Request) -> IoResult {
-        Err(IoError::unsupported())
+    pub(super) fn write_compressed(&self, mut request: Request) -> IoResult {
+        let top = self.image.disk.top();
+        if top.is_none_or(|node| node.driver() != "qcow2") {
+            return Err(IoError::unsupported());
+        }
+        request.flags |= Flags::COMPRESS;
+        self.run(request)
     }
 }
 

@@ -13,6 +13,7 @@ impl Image {
     /// Brings everything to the file. Errors leave it in RAM, for another attempt.
     pub(super) async fn settle(self: &Arc<Self>, cx: &Cx) -> IoResult {
         let Some(writer) = self.writer.get() else { return Ok(()) };
+        self.retire_packer(writer);
         writer.alloc.retire(cx).await?;
         if self.is_dirty(writer) || writer.alloc.has_pending() {
             Commit::flush(self, writer, cx).await?;

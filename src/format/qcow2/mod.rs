@@ -59,6 +59,7 @@ pub mod measure;
 mod meta_io;
 mod node;
 pub mod open;
+mod pack;
 mod read;
 pub mod refcount;
 mod repair;

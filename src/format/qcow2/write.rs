@@ -56,7 +56,7 @@ impl Image {
         if let Err(e) = self.writer() {
             return Plan::Done(Err(e));
         }
-        if req.flags.contains(Flags::FUA) {
+        if req.flags.intersects(Flags::FUA | Flags::COMPRESS) {
             return Plan::Slow;
         }
         if let Some(plan) = self.plan_join(req) {
@@ -162,6 +162,9 @@ impl Image {
         req: &Request,
     ) -> IoResult {
         debug_assert_eq!(req.op, Op::Write);
+        if req.flags.contains(Flags::COMPRESS) && !self.layout.data_file {
+            return self.write_packed(writer, cx, req).await;
+        }
         let how = How {
             may_stage: !req.flags.contains(Flags::FUA),
             follows: writer.follows(req.range.offset, req.range.end()),

@@ -18,6 +18,7 @@ use super::image::Image;
 use super::l1::L1;
 use super::layout::Layout;
 use super::meta_io::read_words;
+use super::pack::Packer;
 use super::refcount::table::Refcounts;
 use crate::error::{Error, IoError, IoResult, Result};
 use crate::inflight::{Config as ListConfig, Entry, InflightList};
@@ -42,6 +43,8 @@ pub struct Writer {
     pub counters: Counters,
     /// Clusters whose bytes wait in RAM.
     pub stages: Stages,
+    /// Where compressed clusters go.
+    pub(super) packer: Packer,
     /// Held while sub-clusters are linked: a few loads and stores.
     pub(super) linking: Mutex<()>,
     /// Ends of the last writes, for telling those that go on in order.
@@ -136,6 +139,7 @@ impl Writer {
             header: area,
             counters: Counters::default(),
             stages: Stages::new(layout.cluster_bits, stage_bytes),
+            packer: Packer::default(),
             linking: Mutex::new(()),
             ends: Default::default(),
             next_end: AtomicUsize::new(0),

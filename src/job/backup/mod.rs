@@ -291,6 +291,12 @@ impl Backup {
             below.push(self.graph.add_node("", gate)?);
         }
         let name = |below: &Vec<Arc<Vertex>>| below.last().unwrap_or(&self.target).name().to_owned();
+        if self.options.compress {
+            let mut options = Options::empty();
+            options.set("driver", "compress");
+            options.set("file", name(below));
+            below.push(self.graph.open(options)?);
+        }
         let mut cache = None;
         if let Some(options) = &self.options.cache {
             let mut options = options.clone();

@@ -25,6 +25,8 @@ pub(super) struct BackupOptions {
     pub(super) copy: CopyOptions,
     /// Options of the filter, without `target`.
     pub(super) filter: Options,
+    /// Whether the target stores what it can compressed.
+    pub(super) compress: bool,
     /// Options of the cache that the job puts above the target, without `file`.
     pub(super) cache: Option<Options>,
 }
@@ -62,7 +64,8 @@ impl BackupOptions {
                 filter.set(key, value);
             }
         }
-        Ok(Self { device, target, sync, copy, filter, cache: take_cache(options)? })
+        let compress = options.take_bool("compress")?.unwrap_or(false);
+        Ok(Self { device, target, sync, copy, filter, compress, cache: take_cache(options)? })
     }
 }
 
@@ -90,9 +93,6 @@ fn refuse_unsupported(options: &mut Options) -> Result<()> {
         }
     }
     let on = |options: &mut Options, key: &str| Ok::<_, Error>(options.take_bool(key)?.unwrap_or(false));
-    if on(options, "compress")? {
-        return Err(Error::unsupported("option 'compress' is on, and no target can compress"));
-    }
     if on(options, "discard-source")? {
         return Err(Error::unsupported(
             "option 'discard-source' is on, and a disk in use cannot be discarded",
@@ -150,7 +150,6 @@ mod tests {
             ("sync=half", "sync"),
             ("speed=1", "sync"),
             ("sync=full,bitmap=b", "bitmap"),
-            ("sync=full,compress=on", "compress"),
             ("sync=full,discard-source=on", "discard-source"),
             ("sync=full,x-perf.use-copy-range=on", "use-copy-range"),
             ("sync=full,max-workers=4,x-perf.max-workers=4", "max-workers"),

@@ -109,6 +109,16 @@ impl Allocator {
         Ok(last.map(|e| e.offset))
     }
 
+    /// Counts one more user of a cluster that is in use. False if its count is at the maximum.
+    pub async fn share(&self, cx: &Cx, range: ByteRange) -> IoResult<bool> {
+        self.with_blocks(cx, &[range], |state| state.counts.change(range, false).is_ok()).await
+    }
+
+    /// Whether a cluster can have more than one user.
+    pub fn can_share(&self) -> bool {
+        self.state.lock().counts.max() > 1
+    }
+
     /// Whether every cluster of `range` has a count that is not 0.
     pub async fn is_counted(&self, cx: &Cx, range: ByteRange) -> IoResult<bool> {
         let cluster = self.layout.cluster_size() as usize;

@@ -19,6 +19,15 @@ pub fn decompress(kind: Compression, input: &[u8], output: &mut [u8]) -> Result<
     }
 }
 
+/// Compresses one cluster; `None` if that saves nothing.
+pub fn compress(kind: Compression, input: &[u8]) -> Option<Vec<u8>> {
+    let out = match kind {
+        Compression::Zlib => deflate::compress(input),
+        Compression::Zstd => zstd::compress(input),
+    }?;
+    (out.len() < input.len()).then_some(out)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

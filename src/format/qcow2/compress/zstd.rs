@@ -21,3 +21,11 @@ pub(super) fn decompress(input: &[u8], output: &mut [u8]) -> Result<(), BadData>
     }
     Ok(())
 }
+
+/// At the default level. `None` if the result is not shorter than the input.
+pub(super) fn compress(input: &[u8]) -> Option<Vec<u8>> {
+    let mut out = vec![0; input.len()];
+    let len = ::zstd::bulk::compress_to_buffer(input, &mut out, ::zstd::DEFAULT_COMPRESSION_LEVEL).ok()?;
+    out.truncate(len);
+    Some(out)
+}
