@@ -190,7 +190,7 @@ impl NamedChild<'_> {
     /// How the naming image's file is opened goes for the files it names, too.
     fn inherit(&self, file: &mut Options) {
         let below = leaf(self.image);
-        for key in ["cache.direct", "cache.no-flush", "aio", "locking", "force-share"] {
+        for key in ["cache.direct", "cache.no-flush", "aio", "discard", "locking", "force-share"] {
             if let Some(value) = below.get(key) {
                 file.set(key, value);
             }

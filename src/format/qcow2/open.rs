@@ -187,6 +187,10 @@ fn check_use(file: &Arc<dyn Node>, header: &Header, settings: &Settings) -> Resu
     if header.crypt != CryptMethod::None {
         return Err(in_image(file, Error::unsupported("encrypted images are not supported yet")));
     }
+    if settings.lazy_refcounts == Some(true) && header.version < 3 {
+        let text = "option 'lazy-refcounts' needs an image of version 3";
+        return Err(in_image(file, Error::invalid(text)));
+    }
     let bits = header.incompatible;
     if is_writable(file, settings) && bits.contains(Incompatible::CORRUPT) {
         let text = "the image is marked as damaged; repair it, or open it with read-only=on".to_owned();

@@ -399,6 +399,7 @@ impl Node for FileNode {
             "filename" => Some(self.info.name.clone()),
             "read-only" => Some(if self.info.read_only { "on" } else { "off" }.to_owned()),
             "cache.no-flush" => Some(on_off(self.info.no_flush)),
+            "discard" => Some(if self.info.discard { "unmap" } else { "ignore" }.to_owned()),
             "force-share" => Some(on_off(self.info.force_share)),
             "locking" => Some(self.info.locking.to_owned()),
             "aio" => Some(if self.handle.aio() == Aio::Uring { "io_uring" } else { "threads" }.to_owned()),
