@@ -44,6 +44,7 @@ pub(super) fn image_options(name: &str, flags: &ImageFlags<'_>) -> Result<Option
 /// Puts what flags say where it belongs, without replacing what options say.
 fn set_file_options(top: &mut Options, flags: &ImageFlags<'_>) -> Result<()> {
     let cache = cache_mode(flags.cache.unwrap_or("writeback"))?;
+    let is_qcow2 = top.peek_str("driver") == Some("qcow2");
     let mut set = |key: &str, value: &str| {
         if !top.contains(key) {
             top.set(key, value);
@@ -55,7 +56,12 @@ fn set_file_options(top: &mut Options, flags: &ImageFlags<'_>) -> Result<()> {
         set("file.aio", aio);
     }
     if let Some(discard) = flags.discard {
-        set("file.discard", if discard { "unmap" } else { "ignore" });
+        let mode = if discard { "unmap" } else { "ignore" };
+        set("file.discard", mode);
+        if is_qcow2 {
+            // Both have to agree: one gives clusters up, the other gives their space back.
+            set("discard", mode);
+        }
     }
     if flags.read_only {
         set("file.read-only", "on");
@@ -160,6 +166,7 @@ pub(super) fn describe(name: &str, flags: &ImageFlags<'_>, more: Option<Options>
     if let Some(format) = flags.format {
         tree.set("driver", format);
     }
+    let mut tree = with_drivers(tree)?;
     flatten_blockdev(&mut tree);
     let explicit = tree.peek_str("driver").map(str::to_owned);
     if let Some(driver) = &explicit
@@ -219,6 +226,20 @@ fn merge(tree: &mut Options, more: Options) -> Result<()> {
     add(&mut to, from);
     *tree = Options::from_json(&Value::Object(to))?;
     Ok(())
+}
+
+/// The same options, where each node below the top one that has a file name and no driver is a file.
+fn with_drivers(tree: Options) -> Result<Options> {
+    fn complete(value: &mut Value, is_top: bool) {
+        let Value::Object(map) = value else { return };
+        if !is_top && !map.contains_key("driver") && map.contains_key("filename") {
+            map.insert("driver".to_owned(), "file".into());
+        }
+        map.values_mut().for_each(|below| complete(below, false));
+    }
+    let mut json = tree.to_json();
+    complete(&mut json, true);
+    Options::from_json(&json)
 }
 
 /// Options that QEMU hands down from a format to its file: they are moved there, since here they belong to the file.
@@ -329,7 +350,19 @@ pub(super) fn error_text(e: &Error, name: &str) -> String {
         let end = out[at..].find(')').map_or(out.len(), |n| at + n + 1);
         out.replace_range(at..end, "");
     }
-    header_text(&out).unwrap_or(out)
+    header_text(&out).or_else(|| option_text(&out)).unwrap_or(out)
+}
+
+/// Errors of options and of opening files, in the words that scripts look for.
+fn option_text(text: &str) -> Option<String> {
+    if let Some(rest) = text.strip_prefix("cannot open '") {
+        return Some(format!("Could not open '{rest}"));
+    }
+    let (key, problem) = text.strip_prefix("option '")?.split_once("' ")?;
+    if problem.ends_with("expected on or off") {
+        return Some(format!("Parameter '{key}' expects 'on' or 'off'"));
+    }
+    (problem == "is larger than cache-size").then(|| format!("{key} may not exceed cache-size"))
 }
 
 /// The errors of a qcow2 header that scripts look for, in the words they look for. The others say more in ours.

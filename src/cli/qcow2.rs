@@ -5,13 +5,15 @@ use super::info::{Backing, Info};
 use super::size::human;
 use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::format::qcow2::Qcow2Node;
 use crate::format::qcow2::addr::HostOffset;
 use crate::format::qcow2::bitmap::{AUTO, Bitmap, IN_USE, read_directory};
 use crate::format::qcow2::feature::{Autoclear, Compatible, Incompatible};
 use crate::format::qcow2::header::{Compression, CryptMethod, Header, Purpose};
 use crate::format::qcow2::inspect::read_header;
 use crate::format::qcow2::snapshot::table::{Snapshot, read_snapshots};
-use crate::node::Vertex;
+use crate::graph::Disk;
+use crate::node::{Node, Vertex};
 use crate::options::Options;
 use crate::queue::Cx;
 use crate::request::{Buffers, Request};
@@ -39,10 +41,19 @@ pub(super) fn listed(ctx: &Arc<Context>, spec: &ImageSpec) -> Result<Listed> {
     let file = open_file(ctx, spec)?;
     let found = ctx.env().block_on(|cx| {
         let file = file.clone();
-        async move { examine(&cx, &file).await }
+        async move { examine(&cx, &file.top_node()).await }
     })?;
     ctx.graph().forget_node(&file)?;
     found
+}
+
+/// Cluster size, offset of VM state, and `format-specific` data of an image that is open.
+pub(super) fn look_open(disk: &Disk) -> Option<(u64, u64, Value)> {
+    let top = disk.top()?;
+    let image = top.as_any().downcast_ref::<Qcow2Node>()?.image();
+    let (file, layout) = (image.file.node(), image.layout);
+    let seen = disk.env().block_on(|cx| async move { examine(&cx, &file).await }).and_then(|r| r).ok()?;
+    Some((layout.cluster_size(), image.size().next_multiple_of(layout.l2_span()), specific(&seen)))
 }
 
 /// What `info` shows of an image.
@@ -117,11 +128,10 @@ fn layer_header(ctx: &Arc<Context>, layer: &ImageSpec) -> Result<Header> {
     })?;
     ctx.graph().forget_node(&file)?;
     let header = header?;
-    if header.incompatible.contains(Incompatible::DATA_FILE)
-        && let Some(name) = header.data_file_name()
-    {
+    if header.incompatible.contains(Incompatible::DATA_FILE) && !layer.tree.contains("data-file") {
+        let missing = || Error::invalid("'data-file' is required for this image");
         // Unlike a backing file, QEMU looks for it where the process is.
-        check_file(&text(name), true)?;
+        check_file(&text(header.data_file_name().ok_or_else(missing)?), true)?;
     }
     Ok(header)
 }
@@ -159,15 +169,14 @@ pub(super) struct Listed {
     luks: Option<Vec<u8>>,
 }
 
-async fn examine(cx: &Cx, file: &Vertex) -> Result<Listed> {
-    let header = header(cx, file, Purpose::Use).await?;
-    let node = file.top_node();
-    let snapshots = read_snapshots(cx, &*node, &header).await?.entries;
+async fn examine(cx: &Cx, node: &Arc<dyn Node>) -> Result<Listed> {
+    let header = read_header(cx, &**node, Purpose::Use).await?;
+    let snapshots = read_snapshots(cx, &**node, &header).await?.entries;
     let bitmaps = match header.bitmaps() {
         Some(pointer) if header.autoclear.contains(Autoclear::BITMAPS) => {
             // Bitmaps that cannot be read never keep anything else from being shown.
             match pointer {
-                Ok(p) => read_directory(cx, &*node, &p, &header.layout(), header.usable_size()).await,
+                Ok(p) => read_directory(cx, &**node, &p, &header.layout(), header.usable_size()).await,
                 Err(e) => Err(e),
             }
             .unwrap_or_default()
@@ -178,7 +187,7 @@ async fn examine(cx: &Cx, file: &Vertex) -> Result<Listed> {
         Some(pointer) if header.crypt == CryptMethod::Luks => {
             let HostOffset(at) = pointer?.offset;
             let bytes = Buffers::alloc(LUKS_LEN, 4096);
-            cx.run(&*node, Request::read(at, bytes.clone()))
+            cx.run(&**node, Request::read(at, bytes.clone()))
                 .await
                 .map_err(|e| Error::io(e, format!("cannot read the LUKS header at {at:#x}")))?;
             Some(bytes.to_vec())

@@ -49,3 +49,13 @@ fn measure_of_sizes_and_images_gives_the_figures_of_qemu_img() {
 fn chains_are_mapped_listed_and_compared_like_qemu_img_does() {
     run("chains", include_str!("chains.txt"), 597);
 }
+
+#[test]
+fn writes_to_qcow2_images_leave_what_those_of_qemu_io_leave() {
+    run("qcow2_io", include_str!("qcow2_io.txt"), 350);
+}
+
+#[test]
+fn opening_of_odd_and_damaged_qcow2_images_ends_as_with_qemu_io() {
+    run("qcow2_open", include_str!("qcow2_open.txt"), 280);
+}

@@ -1,6 +1,8 @@
 //! map, alloc, length, info: what the image is like.
 
 use super::super::image::errno_text;
+use super::super::info::specific_lines;
+use super::super::qcow2::look_open;
 use super::super::size::{exact, parse};
 use super::image::OpenImage;
 use super::session::{Failed, Outcome, Session};
@@ -110,8 +112,17 @@ impl Session {
     pub(super) fn info(&mut self) -> Outcome {
         let Some(open) = &self.image else { return Err(Failed) };
         let format = open.image.spec.format.clone();
-        let text = format!("format name: {format}\ncluster size: 0 bytes\nvm state offset: 0 bytes");
-        self.out.line(&text);
+        let (cluster, vm_state, specific) = match look_open(&open.image.disk) {
+            Some((cluster, vm_state, specific)) => (cluster, vm_state, Some(specific)),
+            None => (0, 0, None),
+        };
+        let [cluster, vm_state] = [cluster, vm_state].map(|bytes| exact(bytes as f64));
+        self.out
+            .line(&format!("format name: {format}\ncluster size: {cluster}\nvm state offset: {vm_state}"));
+        if let Some(specific) = specific {
+            self.out.line("Format specific information:");
+            specific_lines(&specific, 1).iter().for_each(|line| self.out.line(line));
+        }
         Ok(())
     }
 }

@@ -199,13 +199,12 @@ impl Session {
         Options::parse(&parts.join(",")).map_err(|e| self.complain(&e.full_text()))
     }
 
-    pub(super) fn close_image(&mut self, mut image: OpenImage) {
+    /// Closes an image. What was written and cannot be brought down is an error, though each write had ended well.
+    pub(super) fn close_image(&mut self, mut image: OpenImage) -> Outcome {
         self.finish_queued_of(&mut image);
         image.queued = Queued::default();
         let name = image.image.spec.name.clone();
-        if let Err(e) = image.image.close() {
-            let _ = self.complain(&error_text(&e, &name));
-        }
+        image.image.close().map_err(|e| self.complain(&error_text(&e, &name)))
     }
 
     /// Options of `reopen` that are wrong by themselves.
@@ -252,9 +251,8 @@ impl Session {
             _ => open.write_through,
         };
         let guards = open.guards_head;
-        self.close_image(open);
+        let mut outcome = self.close_image(open);
         let ctx = self.ctx.clone();
-        let mut outcome = Ok(());
         let image = Image::open(&ctx, spec).or_else(|e| {
             outcome = Err(self.complain(&error_text(&e, &before.name)));
             Image::open(&ctx, before)

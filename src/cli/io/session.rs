@@ -60,8 +60,7 @@ impl Session {
                 break;
             }
         }
-        self.end();
-        ok
+        self.end() && ok
     }
 
     /// Runs the lines of standard input behind a prompt; false if any failed.
@@ -79,15 +78,14 @@ impl Session {
             let line = String::from_utf8_lossy(&line);
             ok &= self.run_line(line.trim_end_matches('\n')).is_ok();
         }
-        self.end();
-        ok
+        self.end() && ok
     }
 
-    fn end(&mut self) {
-        if let Some(image) = self.image.take() {
-            self.close_image(image);
-        }
+    /// Closes the image at the end of all commands; false if that failed.
+    fn end(&mut self) -> bool {
+        let closed = self.image.take().map_or(Ok(()), |image| self.close_image(image));
         self.out.flush();
+        closed.is_ok()
     }
 
     /// Prints an error of the program itself, which goes to standard error under its name.
@@ -194,12 +192,7 @@ impl Session {
             "truncate" => self.truncate(words, &usage),
             "open" => self.open(words, &usage),
             "reopen" => self.reopen(words, &usage),
-            "close" => {
-                if let Some(image) = self.image.take() {
-                    self.close_image(image);
-                }
-                Ok(())
-            }
+            "close" => self.image.take().map_or(Ok(()), |image| self.close_image(image)),
             "sleep" => self.sleep(&words.operands[0]),
             "sigraise" => self.sigraise(&words.operands[0]),
             "abort" => {
