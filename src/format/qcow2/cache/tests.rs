@@ -418,5 +418,11 @@ fn changes_survive_threads_that_evict_everything_all_the_time() {
         let sum: u64 = (0..16).map(|s| word(s * 512 + t * 100)).sum();
         assert_eq!(sum, ROUNDS, "thread {t}");
     }
-    assert!(cache.kept() == 0 && cache.len() <= 4);
+    // What was pinned beyond the size goes when somebody comes for more.
+    testing::block_on(env, |cx| async move {
+        for key in 0..16 {
+            cache.get(&cx, key, TABLE).await.expect("loads");
+        }
+        assert!(cache.kept() == 0 && cache.len() <= 4, "{} slices", cache.len());
+    });
 }
