@@ -20,7 +20,7 @@ impl EngineSet {
     /// Both engines with `depth` each. Fails where io_uring is not allowed.
     pub fn new(depth: u32, pool: &Arc<Pool>) -> std::io::Result<Self> {
         let ring = UringEngine::new(depth)?;
-        let threads = PoolEngine::beside(depth, pool, ring.notify());
+        let threads = PoolEngine::beside(pool, ring.notify());
         Ok(Self { ring, threads })
     }
 }

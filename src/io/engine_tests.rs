@@ -17,7 +17,7 @@ use std::time::Duration;
 pub(super) fn engines(depth: u32) -> Vec<(&'static str, Box<dyn Engine>, Aio)> {
     let pool = Pool::new(&real::runtime());
     let mut all: Vec<(_, Box<dyn Engine>, _)> =
-        vec![("pool", Box::new(PoolEngine::new(depth, &pool)), Aio::Threads)];
+        vec![("pool", Box::new(PoolEngine::new(&pool)), Aio::Threads)];
     if uring_allowed() {
         let both = || Box::new(EngineSet::new(depth, &pool).expect("a ring"));
         all.push(("uring", Box::new(UringEngine::new(depth).expect("a ring")), Aio::Uring));

@@ -1,6 +1,6 @@
 //! The engines of the real system.
 
-use super::pool::{Pool, PoolEngine};
+use super::pool::{LaneId, Pool, PoolEngine};
 use super::{Engine, EngineSet};
 use crate::error::{Error, Result};
 use crate::queue::{EngineFactory, Env, LogSink};
@@ -53,11 +53,11 @@ impl EngineFactory for SystemEngines {
                 Err(e) => return Err(Error::os(e, "cannot make an io_uring")),
             }
         }
-        Ok(Box::new(PoolEngine::new(depth, &self.pool)))
+        Ok(Box::new(PoolEngine::new(&self.pool)))
     }
 
-    fn run_blocking(&self, job: Box<dyn FnOnce() + Send>) {
-        self.pool.run(job);
+    fn run_blocking(&self, lane: LaneId, job: Box<dyn FnOnce() + Send>) {
+        self.pool.run(lane, 0, job);
     }
 
     fn shut_down(&self) {

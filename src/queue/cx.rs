@@ -5,6 +5,8 @@ use super::env::Env;
 use super::exec::Exec;
 use super::timer::Sleep;
 use crate::error::{IoError, IoResult};
+use crate::io::file::FileHandle;
+use crate::io::pool::LaneId;
 use crate::io::{EngineOp, FileOp, Tag};
 use crate::node::{Extent, Node, Plan, check_range};
 use crate::request::{Buffers, Class, Request};
@@ -146,19 +148,40 @@ impl Cx {
 
     /// Runs a blocking call on the pool.
     pub async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> IoResult<T> {
+        self.blocking_in(0, f).await
+    }
+
+    /// Runs a blocking call on a file on the pool.
+    pub async fn blocking_on<T: Send + 'static>(
+        &self,
+        file: &Arc<FileHandle>,
+        f: impl FnOnce(&FileHandle) -> T + Send + 'static,
+    ) -> IoResult<T> {
+        let theirs = file.clone();
+        self.blocking_in(Arc::as_ptr(file).addr(), move || f(&theirs)).await
+    }
+
+    async fn blocking_in<T: Send + 'static>(
+        &self,
+        lane: LaneId,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> IoResult<T> {
         let slot: Arc<(IoCell, Mutex<Option<T>>)> = Arc::new((IoCell::default(), Mutex::new(None)));
         let there = slot.clone();
-        self.env().run_blocking(Box::new(move || {
-            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
-            let result = match done {
-                Ok(value) => {
-                    *there.1.lock() = Some(value);
-                    Ok(())
-                }
-                Err(_) => Err(IoError::panicked()),
-            };
-            there.0.complete(result);
-        }));
+        self.env().run_blocking(
+            lane,
+            Box::new(move || {
+                let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
+                let result = match done {
+                    Ok(value) => {
+                        *there.1.lock() = Some(value);
+                        Ok(())
+                    }
+                    Err(_) => Err(IoError::panicked()),
+                };
+                there.0.complete(result);
+            }),
+        );
         std::future::poll_fn(|cx| slot.0.poll(cx)).await?;
         let value = slot.1.lock().take();
         value.ok_or(IoError::panicked())

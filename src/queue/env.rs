@@ -6,6 +6,7 @@ use super::watchdog;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::io::Engine;
+use crate::io::pool::LaneId;
 use crate::request::budget::Budget;
 use crate::rt::{Join, Runtime};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -20,8 +21,8 @@ use std::time::Duration;
 pub trait EngineFactory: Send + Sync + fmt::Debug {
     /// An engine for a queue of `depth` operations (at least 1).
     fn open(&self, depth: u32) -> Result<Box<dyn Engine>>;
-    /// Runs `job` on a thread that may block. Bounded threads; jobs queue.
-    fn run_blocking(&self, job: Box<dyn FnOnce() + Send>);
+    /// Runs `job` on a thread that may block. Bounded threads; jobs queue, but not for one of another lane that hangs.
+    fn run_blocking(&self, lane: LaneId, job: Box<dyn FnOnce() + Send>);
     /// The context ends: waits for threads, for a bounded time. Engines and calls that come later still work.
     fn shut_down(&self) {}
 }
@@ -219,9 +220,9 @@ impl Env {
         Ok(exec.tasks() > 1)
     }
 
-    /// Runs a blocking call on the pool.
-    pub fn run_blocking(&self, job: Box<dyn FnOnce() + Send>) {
-        self.factory.run_blocking(job);
+    /// Runs a blocking call on the pool, in the lane of a file or that of all others (0).
+    pub fn run_blocking(&self, lane: LaneId, job: Box<dyn FnOnce() + Send>) {
+        self.factory.run_blocking(lane, job);
     }
 
     /// Writes a line to the log sink, or to stderr if `COBWEB_DEBUG=1` and there is none.

@@ -7,6 +7,7 @@
 
 use super::{EngineFactory, Env, LogSink};
 use crate::error::{IoError, Result};
+use crate::io::pool::LaneId;
 use crate::io::{Completion, Engine, EngineOp, Notify};
 use crate::rt::real::{SplitMix, Threads};
 use crate::rt::{Clock, Instant, Runtime};
@@ -58,7 +59,7 @@ impl EngineFactory for VirtualEngines {
         Ok(Box::new(VirtualEngine { clock: self.0.clone(), woken: Arc::default(), done: Vec::new() }))
     }
 
-    fn run_blocking(&self, job: Box<dyn FnOnce() + Send>) {
+    fn run_blocking(&self, _lane: LaneId, job: Box<dyn FnOnce() + Send>) {
         job();
     }
 }

@@ -50,6 +50,8 @@ pub trait Spawn: Send + Sync + Debug {
 pub trait Join: Send {
     /// Waits until the thread has ended.
     fn join(self: Box<Self>);
+    /// Whether it has ended, so that `join` would not wait.
+    fn has_ended(&self) -> bool;
 }
 
 /// The seams of one context.

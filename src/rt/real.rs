@@ -62,6 +62,10 @@ impl Join for Thread {
         // A panic of the thread has been reported by its own boundary.
         let _ = self.0.join();
     }
+
+    fn has_ended(&self) -> bool {
+        self.0.is_finished()
+    }
 }
 
 /// The system's time, threads and a generator seeded from the clock.

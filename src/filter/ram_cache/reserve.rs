@@ -127,7 +127,7 @@ impl Account {
             // The page faults of the next chunk happen on a thread that nobody waits for.
             let arena = self.arena.clone();
             let clock = self.env.runtime.clock.clone();
-            self.env.run_blocking(Box::new(move || arena.add_spare(&*clock)));
+            self.env.run_blocking(0, Box::new(move || arena.add_spare(&*clock)));
         }
         bufs
     }

@@ -283,8 +283,7 @@ impl FileNode {
         if size < old {
             self.aligner.set_size(size);
         }
-        let handle = self.handle.clone();
-        match cx.blocking(move || sys::set_size(handle.as_raw_fd(), size)).await? {
+        match cx.blocking_on(&self.handle, move |file| sys::set_size(file.as_raw_fd(), size)).await? {
             Ok(()) => {
                 self.aligner.set_size(size);
                 Ok(())
@@ -302,9 +301,8 @@ impl FileNode {
         while at < range.end() {
             let rest = ByteRange { offset: at, len: range.end() - at };
             let (token, part) = self.aligner.claim(cx, rest).await?;
-            let handle = self.handle.clone();
-            let done = cx.blocking(move || {
-                let done = sys::discard_blocks(handle.as_raw_fd(), part.offset, part.len);
+            let done = cx.blocking_on(&self.handle, move |file| {
+                let done = sys::discard_blocks(file.as_raw_fd(), part.offset, part.len);
                 // Not before, also if nobody waits any more.
                 drop(token);
                 done
@@ -382,8 +380,9 @@ impl Node for FileNode {
         if self.info.is_block {
             return Box::pin(async move { Ok(Extent::data(range.len)) });
         }
-        let handle = self.handle.clone();
-        Box::pin(async move { cx.blocking(move || status(handle.as_raw_fd(), range)).await? })
+        Box::pin(
+            async move { cx.blocking_on(&self.handle, move |file| status(file.as_raw_fd(), range)).await? },
+        )
     }
 
     fn resize<'a>(&'a self, cx: &'a Cx, size: u64, growth: Growth) -> NodeFuture<'a, IoResult> {

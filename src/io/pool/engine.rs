@@ -1,6 +1,6 @@
 //! File operations on the pool's threads.
 
-use super::{ENGINE_THREADS_MAX, Pool};
+use super::Pool;
 use crate::error::{IoError, IoResult};
 use crate::io::file::sys;
 use crate::io::progress::{Progress, Step};
@@ -11,7 +11,6 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Condvar, Mutex};
 use once_cell::sync::OnceCell;
 use std::cell::Cell;
-use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
@@ -19,9 +18,7 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct PoolEngine {
     pool: Arc<Pool>,
-    depth: usize,
     running: usize,
-    backlog: VecDeque<EngineOp>,
     done: Arc<Done>,
     /// Present when this engine stands alone.
     own: Option<Arc<Signal>>,
@@ -73,7 +70,7 @@ impl Notify for Signal {
 
 impl PoolEngine {
     /// An engine that stands alone.
-    pub fn new(depth: u32, pool: &Arc<Pool>) -> Self {
+    pub fn new(pool: &Arc<Pool>) -> Self {
         let own = Arc::new(Signal {
             woken: Mutex::new(false),
             changed: Condvar::new(),
@@ -81,40 +78,24 @@ impl PoolEngine {
             armed: AtomicBool::new(true),
             signalled: AtomicBool::new(false),
         });
-        Self::over(depth, pool, own.clone(), Some(own))
+        Self::over(pool, own.clone(), Some(own))
     }
 
     /// An engine beside a ring: `notify` wakes the ring, which has the event fd and the timer.
-    pub fn beside(depth: u32, pool: &Arc<Pool>, notify: Arc<dyn Notify>) -> Self {
-        Self::over(depth, pool, notify, None)
+    pub fn beside(pool: &Arc<Pool>, notify: Arc<dyn Notify>) -> Self {
+        Self::over(pool, notify, None)
     }
 
-    fn over(depth: u32, pool: &Arc<Pool>, notify: Arc<dyn Notify>, own: Option<Arc<Signal>>) -> Self {
+    fn over(pool: &Arc<Pool>, notify: Arc<dyn Notify>, own: Option<Arc<Signal>>) -> Self {
         let done = Done { list: Mutex::default(), notify, told: AtomicBool::new(false) };
         Self {
             pool: pool.clone(),
-            depth: (depth as usize).clamp(1, ENGINE_THREADS_MAX),
             running: 0,
-            backlog: VecDeque::new(),
             done: Arc::new(done),
             own,
             timer: None,
             timer_id: pool.timers.new_id(),
         }
-    }
-
-    fn start(&mut self, op: EngineOp) {
-        self.running += 1;
-        let done = self.done.clone();
-        let priority = io_priority(op.class);
-        let job = move || {
-            let result = perform(&op);
-            // The file and the buffers go before anybody hears of the end.
-            let EngineOp { tag, op, bufs, .. } = op;
-            drop((op, bufs));
-            done.put(Completion { tag, result });
-        };
-        self.pool.run_at(priority, Box::new(job));
     }
 }
 
@@ -176,11 +157,18 @@ fn transfer(e: &EngineOp, iov: &mut Vec<libc::iovec>) -> IoResult {
 
 impl Engine for PoolEngine {
     fn push(&mut self, op: EngineOp) {
-        if self.running < self.depth && self.backlog.is_empty() {
-            self.start(op);
-        } else {
-            self.backlog.push_back(op);
-        }
+        self.running += 1;
+        let done = self.done.clone();
+        let priority = io_priority(op.class);
+        let lane = Arc::as_ptr(&op.op.file).addr();
+        let job = move || {
+            let result = perform(&op);
+            // The file and the buffers go before anybody hears of the end.
+            let EngineOp { tag, op, bufs, .. } = op;
+            drop((op, bufs));
+            done.put(Completion { tag, result });
+        };
+        self.pool.run(lane, priority, Box::new(job));
     }
 
     fn kick(&mut self) {}
@@ -193,11 +181,6 @@ impl Engine for PoolEngine {
         let list = std::mem::take(&mut *self.done.list.lock());
         self.running -= list.len();
         out.extend(list);
-        while self.running < self.depth
-            && let Some(op) = self.backlog.pop_front()
-        {
-            self.start(op);
-        }
     }
 
     fn wait(&mut self, timeout: Option<Duration>) {
@@ -213,7 +196,7 @@ impl Engine for PoolEngine {
     }
 
     fn in_flight(&self) -> usize {
-        self.running + self.backlog.len()
+        self.running
     }
 
     fn notify(&self) -> Arc<dyn Notify> {

@@ -1,12 +1,12 @@
 //! Threads that may block.
 
+use super::lanes::{LaneId, Lanes};
 use super::timer::Timers;
 use super::{STOP_MAX, THREADS_MAX};
 use crate::io::file::sys;
 use crate::rt::{Join, Runtime};
 use crate::sync::{Arc, Condvar, Mutex};
 use std::cell::Cell;
-use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -30,10 +30,14 @@ struct Shared {
 #[derive(Default)]
 struct State {
     /// With the I/O priority to run at.
-    jobs: VecDeque<(u16, Job)>,
+    jobs: Lanes<(u16, Job)>,
     threads: usize,
+    /// Threads beyond [`THREADS_MAX`], which do only what must start.
+    extra: usize,
     /// Threads that wait for work, those included that have been told and not yet woken up: their jobs are still in the list.
     idle: usize,
+    /// Threads that have been started and have not taken a job yet.
+    coming: usize,
     started: usize,
     handles: Vec<Box<dyn Join>>,
     stop: bool,
@@ -45,36 +49,42 @@ impl Pool {
         Arc::new(Self { shared: Arc::default(), runtime: runtime.clone(), timers: Arc::default() })
     }
 
-    /// Runs `job` on a thread, at the default I/O priority.
-    pub fn run(&self, job: Job) {
-        self.run_at(0, job);
-    }
-
-    /// Runs `job` on a thread, at this I/O priority. If no thread can be started and there is none, it runs here: slow, but nothing is lost.
-    pub(super) fn run_at(&self, priority: u16, job: Job) {
+    /// Runs `job` of a lane on a thread, at this I/O priority (0 is the default). If no thread can be started and there is none, it runs here: slow, but nothing is lost.
+    pub fn run(&self, lane: LaneId, priority: u16, job: Job) {
         let mut s = self.shared.state.lock();
-        s.jobs.push_back((priority, job));
-        if s.idle >= s.jobs.len() || s.threads >= THREADS_MAX {
+        s.jobs.push(lane, (priority, job));
+        let (can, must) = s.jobs.startable();
+        let extra = s.threads - s.extra >= THREADS_MAX;
+        if s.idle + s.coming >= if extra { must } else { can } {
             drop(s);
             self.shared.work.notify_one();
             return;
         }
         s.threads += 1;
+        s.extra += usize::from(extra);
+        s.coming += 1;
         s.started += 1;
         let name = format!("cobweb-io-{}", s.started);
         drop(s);
         let shared = self.shared.clone();
-        let thread = self.runtime.spawn.spawn(&name, Box::new(move || shared.work()));
+        let thread = self.runtime.spawn.spawn(&name, Box::new(move || shared.work(extra)));
         let mut s = self.shared.state.lock();
         match thread {
-            Ok(handle) => s.handles.push(handle),
+            Ok(handle) => {
+                // Those of extra threads that have ended would gather.
+                s.handles.retain(|h| !h.has_ended());
+                s.handles.push(handle);
+            }
             Err(_) => {
                 s.threads -= 1;
+                s.extra -= usize::from(extra);
+                s.coming -= 1;
                 if s.threads == 0
-                    && let Some((_, job)) = s.jobs.pop_back()
+                    && let Some((lane, (_, job))) = s.jobs.take(false)
                 {
                     drop(s);
                     job();
+                    self.shared.state.lock().jobs.end(lane);
                 }
             }
         }
@@ -87,18 +97,21 @@ thread_local! {
 }
 
 impl Shared {
-    fn work(&self) {
+    fn work(&self, extra: bool) {
         POOL.set(self);
         let mut s = self.state.lock();
+        s.coming -= 1;
         loop {
-            if let Some((priority, job)) = s.jobs.pop_front() {
+            if let Some((lane, (priority, job))) = s.jobs.take(extra) {
                 drop(s);
                 sys::set_io_priority(priority);
                 // A job catches its own panics; if one does not, the thread goes on all the same.
                 let _ = catch_unwind(AssertUnwindSafe(job));
                 s = self.state.lock();
-            } else if s.stop {
+                s.jobs.end(lane);
+            } else if s.stop || extra {
                 s.threads -= 1;
+                s.extra -= usize::from(extra);
                 self.ended.notify_all();
                 return;
             } else {
@@ -144,7 +157,7 @@ impl Drop for Pool {
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let s = self.shared.state.lock();
-        f.debug_struct("Pool").field("threads", &s.threads).field("jobs", &s.jobs.len()).finish()
+        f.debug_struct("Pool").field("threads", &s.threads).field("jobs", &s.jobs.waiting()).finish()
     }
 }
 
@@ -152,6 +165,7 @@ impl fmt::Debug for Pool {
 mod tests {
     use super::*;
     use crate::io::io_priority;
+    use crate::io::pool::LANE_THREADS_MAX;
     use crate::request::Class;
     use crate::rt::real;
     use crate::sync::atomic::{AtomicUsize, Ordering};
@@ -166,10 +180,14 @@ mod tests {
             let barrier = Arc::new(Barrier::new(9));
             for _ in 0..8 {
                 let (barrier, done) = (barrier.clone(), done.clone());
-                pool.run(Box::new(move || {
-                    barrier.wait();
-                    done.fetch_add(1, Ordering::SeqCst);
-                }));
+                pool.run(
+                    0,
+                    0,
+                    Box::new(move || {
+                        barrier.wait();
+                        done.fetch_add(1, Ordering::SeqCst);
+                    }),
+                );
             }
             barrier.wait();
             while done.load(Ordering::SeqCst) < 8 * round {
@@ -185,9 +203,13 @@ mod tests {
         let done = Arc::new(AtomicUsize::new(0));
         for _ in 0..200 {
             let done = done.clone();
-            pool.run(Box::new(move || {
-                done.fetch_add(1, Ordering::SeqCst);
-            }));
+            pool.run(
+                0,
+                0,
+                Box::new(move || {
+                    done.fetch_add(1, Ordering::SeqCst);
+                }),
+            );
         }
         let shared = pool.shared.clone();
         drop(pool);
@@ -206,7 +228,7 @@ mod tests {
             [0, io_priority(Class::Lazy), 0, io_priority(Class::Background), io_priority(Class::Lazy), 0]
         {
             let tell = tell.clone();
-            pool.run_at(priority, Box::new(move || tell.send(sys::io_priority()).expect("heard")));
+            pool.run(0, priority, Box::new(move || tell.send(sys::io_priority()).expect("heard")));
             let seen = told.recv().expect("it runs");
             assert_eq!(seen, if priority == 0 { normal } else { priority });
         }
@@ -216,8 +238,8 @@ mod tests {
     fn a_panic_of_a_job_does_not_cost_a_thread() {
         let pool = Pool::new(&real::runtime());
         let (tell, told) = std::sync::mpsc::channel();
-        pool.run(Box::new(|| panic!("on purpose")));
-        pool.run(Box::new(move || tell.send(()).expect("the test waits")));
+        pool.run(0, 0, Box::new(|| panic!("on purpose")));
+        pool.run(0, 0, Box::new(move || tell.send(()).expect("the test waits")));
         told.recv().expect("the second job runs");
         let shared = pool.shared.clone();
         drop(pool);
@@ -230,12 +252,16 @@ mod tests {
         let (shared, clock) = (pool.shared.clone(), pool.runtime.clock.clone());
         let (tell, told) = std::sync::mpsc::channel();
         let (give, take) = std::sync::mpsc::channel::<Arc<Pool>>();
-        pool.run(Box::new(move || {
-            let last = take.recv().expect("handed over");
-            let began = clock.now();
-            drop(last);
-            tell.send(clock.now().since(began)).expect("the test waits");
-        }));
+        pool.run(
+            0,
+            0,
+            Box::new(move || {
+                let last = take.recv().expect("handed over");
+                let began = clock.now();
+                drop(last);
+                tell.send(clock.now().since(began)).expect("the test waits");
+            }),
+        );
         give.send(pool).expect("it runs");
         let took = told.recv().expect("it ends");
         assert!(took < STOP_MAX, "{took:?}");
@@ -245,14 +271,64 @@ mod tests {
     }
 
     #[test]
+    fn a_lane_of_which_nothing_runs_goes_on_when_all_threads_hang() {
+        let pool = Pool::new(&real::runtime());
+        let (release, hang) = std::sync::mpsc::channel::<()>();
+        let hang = Arc::new(Mutex::new(hang));
+        let (tell, told) = std::sync::mpsc::channel();
+        // Five lanes fill all threads.
+        for n in 0..5 * LANE_THREADS_MAX {
+            let (hang, tell) = (hang.clone(), tell.clone());
+            let job = move || {
+                tell.send(0).expect("the test waits");
+                let _ = hang.lock().recv();
+            };
+            pool.run(1 + n % 5, 0, Box::new(job));
+        }
+        (0..THREADS_MAX).for_each(|_| assert_eq!(told.recv(), Ok(0), "hangs"));
+        assert_eq!(pool.shared.state.lock().threads, THREADS_MAX);
+        // Others: one at a time, many at once, and those of no file.
+        for n in 1..100 {
+            let tell = tell.clone();
+            pool.run(100 + n % 7, 0, Box::new(move || tell.send(n).expect("the test waits")));
+            assert_eq!(told.recv(), Ok(n), "goes on");
+        }
+        for n in 1..=300 {
+            let tell = tell.clone();
+            pool.run(
+                if n % 3 == 0 { 0 } else { 100 + n % 7 },
+                0,
+                Box::new(move || tell.send(n).expect("heard")),
+            );
+        }
+        let mut all: Vec<_> = (0..300).map(|_| told.recv().expect("goes on")).collect();
+        all.sort_unstable();
+        assert_eq!(all, (1..=300).collect::<Vec<_>>());
+        // Their threads end by themselves.
+        while pool.shared.state.lock().extra > 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(pool.shared.state.lock().threads, THREADS_MAX);
+        drop(release);
+        (0..5 * LANE_THREADS_MAX - THREADS_MAX).for_each(|_| assert_eq!(told.recv(), Ok(0), "had waited"));
+        let shared = pool.shared.clone();
+        drop(pool);
+        assert_eq!(shared.state.lock().threads, 0);
+    }
+
+    #[test]
     fn a_thread_that_hangs_is_left_behind() {
         let pool = Pool::new(&real::runtime());
         let (release, hang) = std::sync::mpsc::channel::<()>();
         let (tell, told) = std::sync::mpsc::channel();
-        pool.run(Box::new(move || {
-            tell.send(()).expect("the test waits");
-            let _ = hang.recv();
-        }));
+        pool.run(
+            0,
+            0,
+            Box::new(move || {
+                tell.send(()).expect("the test waits");
+                let _ = hang.recv();
+            }),
+        );
         told.recv().expect("it hangs");
         let shared = pool.shared.clone();
         drop(pool);

@@ -355,7 +355,7 @@ impl crate::queue::EngineFactory for NoEngines {
         Err(crate::error::Error::invalid("none"))
     }
 
-    fn run_blocking(&self, _job: Box<dyn FnOnce() + Send>) {}
+    fn run_blocking(&self, _lane: usize, _job: Box<dyn FnOnce() + Send>) {}
 }
 
 #[test]
