@@ -206,7 +206,9 @@ fn settle(ctx: &Arc<Context>, path: &str, asked: &Asked, opts: &mut FormatOpts) 
         return if format.is_none() { Err(unformatted.to_owned()) } else { Ok(()) };
     }
     let full = beside(Some(path), &backing);
-    let flags = ImageFlags { format: format.as_deref(), read_only: true, ..Default::default() };
+    // An overlay may be made while others write to its backing file: only the size of that is looked at.
+    let flags =
+        ImageFlags { format: format.as_deref(), read_only: true, force_share: true, ..Default::default() };
     let image = describe(&full, &flags, None)
         .and_then(|spec| Image::open(ctx, spec))
         .map_err(|e| format!("{}\nCould not open backing image.", error_text(&e, &full)))?;

@@ -44,7 +44,7 @@ pub(super) fn image_options(name: &str, flags: &ImageFlags<'_>) -> Result<Option
 /// Puts what flags say where it belongs, without replacing what options say.
 fn set_file_options(top: &mut Options, flags: &ImageFlags<'_>) -> Result<()> {
     let cache = cache_mode(flags.cache.unwrap_or("writeback"))?;
-    let is_qcow2 = top.peek_str("driver") == Some("qcow2");
+    let [is_qcow2, is_raw] = ["qcow2", "raw"].map(|format| top.peek_str("driver") == Some(format));
     let mut set = |key: &str, value: &str| {
         if !top.contains(key) {
             top.set(key, value);
@@ -66,7 +66,8 @@ fn set_file_options(top: &mut Options, flags: &ImageFlags<'_>) -> Result<()> {
     if flags.read_only {
         set("file.read-only", "on");
     }
-    if flags.force_share {
+    // Whoever only reads a raw file minds no writer: there is nothing in it that must fit together.
+    if flags.force_share || (flags.read_only && is_raw) {
         set("file.force-share", "on");
     }
     Ok(())
@@ -409,7 +410,7 @@ impl Image {
         let graph = implicit(ctx);
         // An error in a file that the image names is told as the tools tell it, which say whose it is.
         let reworded = |e| match require_chain(ctx, &spec) {
-            Err(e) if !spec.tree.contains("backing") => e,
+            Err(e) if !spec.tree.contains("backing") && e.to_string().starts_with("Could not open") => e,
             _ => e,
         };
         let node = graph.open(spec.tree.clone()).map_err(reworded)?;

@@ -226,9 +226,9 @@ fn file_name(node: &dyn Node) -> Option<String> {
 fn is_preallocated(top: &Qcow2Node) -> bool {
     use std::os::unix::fs::MetadataExt;
     let Some(meta) = file_name(top).and_then(|name| std::fs::metadata(name).ok()) else { return false };
-    let space = meta.blocks() * 512;
-    let some_clusters = 2 * top.image().layout.cluster_size();
-    meta.is_file() && meta.len() > space.saturating_add((space / 8).max(some_clusters))
+    let layout = top.image().layout;
+    let (all, with_space) = (layout.clusters_for(meta.len()), (meta.blocks() * 512) >> layout.cluster_bits);
+    meta.is_file() && all >= with_space + (with_space / 9).max(2)
 }
 
 /// What a node says of the start of `range`, with the place in a file where a layer is one that knows it.

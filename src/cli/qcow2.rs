@@ -96,14 +96,15 @@ pub(super) fn warn_void_bitmaps(header: &Header) {
 pub(super) fn require_chain(ctx: &Arc<Context>, spec: &ImageSpec) -> Result<()> {
     let mut here = spec.clone();
     let mut seen: Vec<Option<String>> = Vec::new();
-    let below = |depth: usize, e: Error| {
+    let below = |depth: usize, e: Error, name: &str| {
         let prefix = "Could not open backing file: ".repeat(depth);
-        Error::new(e.errno(), e.code(), format!("{prefix}{}", error_text(&e, "")))
+        Error::new(e.errno(), e.code(), format!("{prefix}{}", error_text(&e, name)))
     };
     while here.format == "qcow2" && seen.len() <= crate::limits::GRAPH_DEPTH_MAX && !seen.contains(&here.path)
     {
         let depth = seen.len();
-        let in_layer = |e| if depth == 0 { e } else { below(depth, e) };
+        let in_layer =
+            |e| if depth == 0 { e } else { below(depth, e, here.path.as_deref().unwrap_or_default()) };
         let header = layer_header(ctx, &here).map_err(in_layer)?;
         if depth == 0 {
             warn_void_bitmaps(&header);
@@ -114,7 +115,7 @@ pub(super) fn require_chain(ctx: &Arc<Context>, spec: &ImageSpec) -> Result<()> 
         let force_share = spec.tree.peek_str("file.force-share") == Some("on");
         let flags =
             ImageFlags { format: format.as_deref(), read_only: true, force_share, ..Default::default() };
-        here = describe(&name, &flags, None).map_err(|e| below(depth + 1, e))?;
+        here = describe(&name, &flags, None).map_err(|e| below(depth + 1, e, &name))?;
     }
     Ok(())
 }

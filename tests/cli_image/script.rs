@@ -79,10 +79,10 @@ type Stamp = (u64, u64, i64, i64);
 
 /// What a program left behind, made comparable.
 #[derive(PartialEq, Eq)]
-struct Seen {
-    code: String,
-    out: String,
-    err: String,
+pub struct Seen {
+    pub code: String,
+    pub out: String,
+    pub err: String,
 }
 
 impl Pair {
@@ -227,7 +227,8 @@ fn command(program: &str, args: &[&str]) -> Command {
     c
 }
 
-fn seen(mut command: Command, args: &[String], dir: &Path, input: &str) -> Seen {
+/// Runs a tool with `args` and `input` in `dir`.
+pub fn seen(mut command: Command, args: &[String], dir: &Path, input: &str) -> Seen {
     use std::io::Write;
     let mut child = command
         .args(args)
@@ -321,7 +322,7 @@ fn shell(dir: &Path, command: &str) {
 }
 
 /// Splits at blanks outside of quotes.
-fn split(line: &str) -> Vec<String> {
+pub fn split(line: &str) -> Vec<String> {
     let (mut words, mut word, mut quote, mut open) = (Vec::new(), String::new(), None, false);
     for c in line.chars() {
         match (quote, c) {

@@ -29,7 +29,7 @@ impl OpenImage {
     }
 
     /// The same, for as long as it goes on.
-    fn run_of(&self, offset: u64, end: u64) -> IoResult<(bool, u64)> {
+    pub(super) fn run_of(&self, offset: u64, end: u64) -> IoResult<(bool, u64)> {
         let (first, mut len) = self.is_allocated(ByteRange { offset, len: end - offset })?;
         while offset + len < end {
             let rest = ByteRange { offset: offset + len, len: end - offset - len };

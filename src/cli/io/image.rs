@@ -91,6 +91,8 @@ pub(super) struct OpenImage {
     /// Raw by probing: nothing may be written that would make it something else the next time.
     pub(super) guards_head: bool,
     writable: bool,
+    /// What is read from a backing file is kept.
+    pub(super) copy_on_read: bool,
 }
 
 impl OpenImage {
@@ -101,6 +103,7 @@ impl OpenImage {
             write_through: flags.mode()?.write_through,
             guards_head: writable && image.spec.probed && image.spec.format == "raw",
             writable,
+            copy_on_read: flags.copy_on_read && writable,
             image,
         })
     }
@@ -173,7 +176,10 @@ impl Session {
             return Err(self.complain("file open already, try 'help close'"));
         }
         match words.operands.first() {
-            Some(name) if more.contains("file") => {
+            Some(name)
+                if more.peek_str("file").is_some()
+                    || ["file.filename", "file.driver"].iter().any(|key| more.contains(key)) =>
+            {
                 let text = "Can't specify 'file' and 'filename' options at the same time";
                 Err(self.complain(&format!("can't open device {name}: {text}")))
             }
@@ -331,6 +337,9 @@ fn changed(spec: &ImageSpec, words: &Words, more: &Options) -> Result<ImageSpec>
     }
     if words.has('r') || words.has('w') {
         new.tree.set("file.read-only", if words.has('r') { "on" } else { "off" });
+        if words.has('w') {
+            new.tree.take_value("file.force-share");
+        }
         new.tree.take_value("read-only");
     }
     if let Some(mode) = words.value('c').map(cache_mode).transpose()? {

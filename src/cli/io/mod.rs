@@ -7,6 +7,7 @@
 //! `table.rs` lists the commands; `transfer.rs` carries out read and write, `queued.rs` the asynchronous ones, `image.rs` open, close and reopen,
 //! `extent.rs` what looks at the image; `report.rs` prints.
 
+mod copy_up;
 mod extent;
 mod image;
 mod queued;

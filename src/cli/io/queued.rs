@@ -99,7 +99,11 @@ impl Session {
             machine: words.has('C'),
             shown: words.has('v'),
         };
-        let outcome = match open.guard(&request) {
+        let ready = open.guard(&request).and_then(|()| match request.op {
+            Op::Read => open.copy_up(request.range),
+            _ => Ok(()),
+        });
+        let outcome = match ready {
             Err(e) => {
                 self.ended(&started, Err(e));
                 Ok(())

@@ -274,6 +274,9 @@ impl OpenImage {
         if len == 0 {
             return Ok(());
         }
+        if end <= size {
+            self.copy_up(ByteRange { offset, len })?;
+        }
         if end <= size || end > self.image.size() {
             return self.run(Request::read(offset, data.clone()));
         }
