@@ -3,6 +3,7 @@
 //! [`describe`] makes the option tree (file name, `json:`, or `--image-opts`), finding the format where none was given; [`open`] opens it and attaches a
 //! disk. Errors carry the text that follows `Could not open 'NAME': `.
 
+use super::preallocated::Guesses;
 use super::probe;
 use super::qcow2::require_chain;
 use crate::context::Context;
@@ -400,6 +401,7 @@ fn header_text(text: &str) -> Option<String> {
 pub(super) struct Image {
     pub(super) disk: Arc<Disk>,
     pub(super) spec: ImageSpec,
+    pub(super) guesses: Guesses,
     ctx: Arc<Context>,
 }
 
@@ -416,7 +418,7 @@ impl Image {
         let node = graph.open(spec.tree.clone()).map_err(reworded)?;
         let disk = graph.add_disk("")?;
         graph.insert(&disk, Some(node))?;
-        Ok(Self { disk, spec, ctx: ctx.clone() })
+        Ok(Self { disk, spec, guesses: Guesses::default(), ctx: ctx.clone() })
     }
 
     /// Length in bytes; a raw image ends with a whole sector, as QEMU counts it.

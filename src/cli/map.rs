@@ -2,6 +2,7 @@
 
 use super::getopt::Long;
 use super::image::{Image, ImageFlags, SECTOR, errno_text, error_text};
+use super::preallocated::Guesses;
 use super::size::{self, SizeError};
 use super::tool::{Ended, Step, Tool};
 use crate::error::IoResult;
@@ -200,7 +201,7 @@ pub(super) fn entry_at(image: &Image, range: ByteRange) -> IoResult<Entry> {
     disk.env()
         .block_on(|cx| async move {
             match disk.top() {
-                Some(top) => node_entry(&cx, top, range).await,
+                Some(top) => node_entry(&cx, &image.guesses, top, range).await,
                 None => Ok(Entry { start: range.offset, len: range.len, ..Entry::default() }),
             }
         })
@@ -221,18 +222,13 @@ fn file_name(node: &dyn Node) -> Option<String> {
     })
 }
 
-/// Whether a qcow2 image looks as if its clusters had been set aside without writing to them: if its file has far less space than length, holes say which have not been
-/// written to. Otherwise holes are none of anybody's business: there are some wherever a cluster was written in part.
-fn is_preallocated(top: &Qcow2Node) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    let Some(meta) = file_name(top).and_then(|name| std::fs::metadata(name).ok()) else { return false };
-    let layout = top.image().layout;
-    let (all, with_space) = (layout.clusters_for(meta.len()), (meta.blocks() * 512) >> layout.cluster_bits);
-    meta.is_file() && all >= with_space + (with_space / 9).max(2)
-}
-
 /// What a node says of the start of `range`, with the place in a file where a layer is one that knows it.
-async fn node_entry(cx: &Cx, mut node: Arc<dyn Node>, range: ByteRange) -> IoResult<Entry> {
+async fn node_entry(
+    cx: &Cx,
+    guesses: &Guesses,
+    mut node: Arc<dyn Node>,
+    range: ByteRange,
+) -> IoResult<Entry> {
     let mut at = Entry { start: range.offset, len: range.len, ..Entry::default() };
     loop {
         let asked = ByteRange { len: at.len, ..range };
@@ -242,7 +238,7 @@ async fn node_entry(cx: &Cx, mut node: Arc<dyn Node>, range: ByteRange) -> IoRes
             let found = top.image().mapped(cx, asked).await?;
             at.len = found.range.len;
             let Run::Unallocated = found.run else {
-                return qcow2_entry(cx, top, found.run, at).await;
+                return qcow2_entry(cx, guesses, top, found.run, at).await;
             };
             let below = top.image().backing().map(Edge::node);
             match below.filter(|b| range.offset < layer_size(&**b)) {
@@ -287,7 +283,7 @@ async fn raw_entry(cx: &Cx, node: &dyn Node, range: ByteRange, at: Entry) -> IoR
 }
 
 /// A range that a qcow2 image holds. Space that has only been set aside is data that reads as zeros.
-async fn qcow2_entry(cx: &Cx, top: &Qcow2Node, run: Run, at: Entry) -> IoResult<Entry> {
+async fn qcow2_entry(cx: &Cx, guesses: &Guesses, top: &Qcow2Node, run: Run, at: Entry) -> IoResult<Entry> {
     let file = top.image().data().node();
     let at = Entry { present: true, ..at };
     let (host, data) = match run {
@@ -297,7 +293,7 @@ async fn qcow2_entry(cx: &Cx, top: &Qcow2Node, run: Run, at: Entry) -> IoResult<
         Run::Data(host) => (host.get(), true),
     };
     let (mut len, mut zero) = (at.len, !data);
-    if data && is_preallocated(top) {
+    if data && guesses.of(cx, top).await {
         let size = file.limits().size;
         if host >= size {
             zero = true;

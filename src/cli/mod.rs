@@ -17,6 +17,7 @@ mod info;
 mod io;
 mod map;
 mod measure;
+mod preallocated;
 mod probe;
 mod qcow2;
 mod serve;
