@@ -382,7 +382,8 @@ impl Target {
     }
 }
 
-fn make_qcow2(ctx: &Arc<Context>, path: &str, options: &CreateOptions, nocow: bool) -> OrText {
+/// Makes a qcow2 image, and its data file.
+pub(super) fn make_qcow2(ctx: &Arc<Context>, path: &str, options: &CreateOptions, nocow: bool) -> OrText {
     if options.data_file.as_ref().is_some_and(|d| d.name.is_empty()) {
         return Err(format!("Could not create '': {}", errno_text(libc::ENOENT)));
     }

@@ -58,5 +58,5 @@ fn writes_to_qcow2_images_leave_what_those_of_qemu_io_leave() {
 
 #[test]
 fn opening_of_odd_and_damaged_qcow2_images_ends_as_with_qemu_io() {
-    run("qcow2_open", include_str!("qcow2_open.txt"), 290);
+    run("qcow2_open", include_str!("qcow2_open.txt"), 296);
 }

@@ -1,16 +1,20 @@
 //! Open, close, reopen, truncate: how the image is open.
 
+use super::super::create::make_qcow2;
 use super::super::image::{
     CacheMode, Image, ImageFlags, ImageSpec, cache_mode, describe, error_text, warn_probed_raw,
 };
 use super::super::sys;
 use super::queued::Queued;
 use super::session::{Failed, Outcome, Session, Words};
+use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::format::qcow2::create::CreateOptions;
 use crate::graph::find_driver;
 use crate::options::Options;
+use crate::sync::Arc;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
 /// What the options of `cobweb io` and of `open` say about an image.
 #[derive(Clone, Debug, Default)]
@@ -138,7 +142,7 @@ impl Session {
                 if spec.probed && spec.format == "raw" && !flags.read_only {
                     warn_probed_raw(&spec.name);
                 }
-                let image = Image::open(&ctx, prepare(spec, flags)?)?;
+                let image = open_as_wanted(&ctx, spec, flags)?;
                 // Without -r the user wants to write; an image that cannot be written is refused when opened, not later.
                 if !flags.read_only && image.disk.top().is_some_and(|t| t.limits().read_only) {
                     image.close()?;
@@ -306,15 +310,50 @@ impl Session {
     }
 }
 
-/// What is left to decide when the format is known.
-fn prepare(spec: ImageSpec, flags: &OpenFlags) -> Result<ImageSpec> {
-    if flags.snapshot {
-        return Err(Error::unsupported("-s: there is no driver for a temporary image yet"));
-    }
+/// Opens what was described, under a temporary image with `-s`.
+fn open_as_wanted(ctx: &Arc<Context>, spec: ImageSpec, flags: &OpenFlags) -> Result<Image> {
     if flags.copy_on_read && flags.read_only {
         return Err(Error::invalid("Can't use copy-on-read on read-only device"));
     }
-    Ok(spec)
+    if !flags.snapshot {
+        return Image::open(ctx, spec);
+    }
+    let mut below = spec.clone();
+    below.tree.set("file.read-only", "on");
+    let base = Image::open(ctx, below.clone())?;
+    let size = base.size();
+    base.close()?;
+    let file = TempFile::new()?;
+    make_qcow2(ctx, &file.0, &CreateOptions::new(size), false).map_err(Error::invalid)?;
+    let mut tree = Options::empty();
+    tree.set("driver", "qcow2").set("file.driver", "file").set("file.filename", file.0.as_str());
+    tree.set("discard", "unmap").set("file.discard", "unmap");
+    tree.set("backing", below.tree.to_json());
+    Image::open(ctx, ImageSpec { tree, format: "qcow2".to_owned(), probed: false, ..spec })
+}
+
+/// A file in the directory for large temporary files, under its name until this is dropped. Who has it open keeps it.
+struct TempFile(String);
+
+impl TempFile {
+    fn new() -> Result<Self> {
+        let dir = std::env::var("TMPDIR").unwrap_or_else(|_| "/var/tmp".to_owned());
+        for n in 0..100u32 {
+            let path = format!("{dir}/cobweb-{}-{n}", std::process::id());
+            match std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
+                Ok(_) => return Ok(Self(path)),
+                Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(Error::os(e, format!("Could not create '{path}'"))),
+            }
+        }
+        Err(Error::invalid(format!("no name is free for a temporary file in '{dir}'")))
+    }
+}
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
 }
 
 /// The description with the changes of a `reopen`.
