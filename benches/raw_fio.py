@@ -5,13 +5,13 @@ Each round runs both tools with the same number of requests at uniformly random 
 round and the order changing from round to round. Rates are the tools' own: requests over the time from the first request to the last completion, without
 opening the file. The ratio is the median of the rounds' ratios, so that slow drift of the storage does not count; "of medians" is the other way.
 
-usage: raw_fio.py [--rounds N] [--seconds S] [--depths 1,8,32] [--ops read,write] [--dir DIR] [--json] [COBWEB ...]
+usage: raw_fio.py [--rounds N] [--seconds S] [--depths 1,8,32] [--ops read,write] [--size MIB] [--dir DIR] [--json] [COBWEB ...]
 COBWEB is a program (default: target/release/cobweb), or NAME=PROGRAM; several are compared with fio in the same rounds.
-The file is made once and kept for the next call (--dir): 1 GiB, written throughout.
+The file is made once and kept for the next call (--dir): 1 GiB or --size, written throughout.
 """
 import argparse, json, os, statistics, subprocess, sys
 
-SIZE, BLOCK = 1 << 30, 4096
+BLOCK = 4096
 
 
 def arguments():
@@ -21,6 +21,7 @@ def arguments():
     ap.add_argument("--depths", default="1,8,32")
     ap.add_argument("--ops", default="read,write")
     ap.add_argument("--dir", default=os.environ.get("BENCH_DIR", "."))
+    ap.add_argument("--size", type=int, default=1024, help="of the file, in MiB")
     ap.add_argument("--json", action="store_true")
     ap.add_argument("cobweb", nargs="*", default=["target/release/cobweb"])
     return ap.parse_args()
@@ -34,7 +35,8 @@ def run(command):
 
 
 def fio(path, op, depth, count, seed):
-    job = json.loads(run(["fio", "--name=raw", f"--filename={path}", f"--size={SIZE}", f"--rw=rand{op}", "--norandommap",
+    size = os.stat(path).st_size
+    job = json.loads(run(["fio", "--name=raw", f"--filename={path}", f"--size={size}", f"--rw=rand{op}", "--norandommap",
                           f"--bs={BLOCK}", f"--iodepth={depth}", "--direct=1", "--ioengine=io_uring", f"--number_ios={count}",
                           f"--randseed={seed}", "--output-format=json"]))["jobs"][0][op]
     if job["total_ios"] != count:
@@ -48,13 +50,13 @@ def cobweb(program, path, op, depth, count, seed):
     return result["iops"]
 
 
-def make_file(directory):
+def make_file(directory, size):
     """A file without holes and without unwritten extents, so that no request changes metadata."""
     path = os.path.join(directory, "raw_fio.raw")
-    if not os.path.exists(path) or os.stat(path).st_size != SIZE:
-        run(["fio", "--name=fill", f"--filename={path}", f"--size={SIZE}", "--rw=write", "--bs=1M", "--direct=1",
+    if not os.path.exists(path) or os.stat(path).st_size != size:
+        run(["fio", "--name=fill", f"--filename={path}", f"--size={size}", "--rw=write", "--bs=1M", "--direct=1",
              "--ioengine=io_uring", "--iodepth=4", "--end_fsync=1"])
-    if os.stat(path).st_blocks * 512 < SIZE:
+    if os.stat(path).st_blocks * 512 < size:
         sys.exit(f"{path} has holes")
     return path
 
@@ -62,7 +64,7 @@ def make_file(directory):
 def main():
     args = arguments()
     programs = dict(c.split("=", 1) if "=" in c else ("cobweb", c) for c in args.cobweb)
-    path = make_file(args.dir)
+    path = make_file(args.dir, args.size << 20)
     tools = {"fio": fio} | {name: (lambda p: lambda *a: cobweb(p, *a))(p) for name, p in programs.items()}
     rows = []
     for op in args.ops.split(","):

@@ -78,11 +78,14 @@ const char *temp_file(unsigned long long size)
     return path;
 }
 
-int loops(int n)
+int rounds(int n)
 {
-    const char *text = getenv("COBWEB_TEST_LOOPS");
-    int most = text ? atoi(text) : 0;
-    return most > 0 && most < n ? most : n;
+    const char *text = getenv("COBWEB_ROUNDS");
+    if (text) {
+        n = atoi(text);
+        CHECK(n > 0);
+    }
+    return n;
 }
 
 cobweb_req req_read(void *buf, size_t len, uint64_t offset, struct iovec *iov)

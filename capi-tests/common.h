@@ -28,8 +28,8 @@ cobweb_disk *new_disk(cobweb_ctx *ctx, const char *name, const char *options);
 /* A temporary file of this size, removed at exit; its path. */
 const char *temp_file(unsigned long long size);
 
-/* How often to do what is done `n` times: fewer if COBWEB_TEST_LOOPS says so, for runs under valgrind. */
-int loops(int n);
+/* How often to do what is done `n` times: or COBWEB_ROUNDS times, for runs under valgrind and for long ones. */
+int rounds(int n);
 
 /* One request through a queue, waited for. */
 cobweb_cqe one(cobweb_queue *q, cobweb_req r);

@@ -49,11 +49,8 @@ int main(void)
 {
     cobweb_ctx *ctx = new_ctx();
     pthread_t t;
-    /* The number is for a longer run by hand: COBWEB_ROUNDS=10000. */
-    const char *rounds = getenv("COBWEB_ROUNDS");
-    int i, n = rounds ? atoi(rounds) : 200;
+    int i, n = rounds(200);
 
-    CHECK(n > 0);
     d = new_disk(ctx, "vda", "driver=memory,size=1M");
     CHECK(pthread_create(&t, NULL, guest, NULL) == 0);
     for (i = 0; i < n; i++) {

@@ -60,7 +60,7 @@ static void once(const char *path, int i)
 int main(void)
 {
     const char *path = temp_file(1 << 20);
-    int i, fds, n = loops(200);
+    int i, fds, n = rounds(200);
 
     for (i = 0; i < 4; i++)
         once(path, i);

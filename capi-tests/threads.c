@@ -4,12 +4,12 @@
 
 #include <pthread.h>
 
-enum { THREADS = 4, ROUNDS = 2000, LEN = 8192 };
+enum { THREADS = 4, LEN = 8192 };
 static cobweb_disk *disk;
 
 static void *body(void *arg)
 {
-    int me = *(int *)arg, i;
+    int me = *(int *)arg, i, n = rounds(2000);
     cobweb_queue *q = NULL;
     void *mem = NULL;
     unsigned char *buf;
@@ -18,7 +18,7 @@ static void *body(void *arg)
     CHECK(posix_memalign(&mem, 4096, LEN) == 0);
     buf = mem;
     OK(cobweb_queue_new(disk, 4, &q, NULL));
-    for (i = 0; i < ROUNDS; i++) {
+    for (i = 0; i < n; i++) {
         uint64_t at = ((uint64_t)(i % 64) * THREADS + (uint64_t)me) * LEN;
         memset(buf, me * 31 + i, LEN);
         CHECK(one(q, req_write(buf, LEN, at, &iov)).res == LEN);

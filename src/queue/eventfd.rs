@@ -37,7 +37,13 @@ impl EventFd {
 
     /// Makes it unreadable; returns whether it was readable.
     pub fn clear(&self) -> bool {
-        (&self.0).read(&mut [0; 8]).is_ok()
+        self.take() > 0
+    }
+
+    /// Makes it unreadable; returns how often it had been signalled.
+    pub fn take(&self) -> u64 {
+        let mut count = [0; 8];
+        (&self.0).read(&mut count).map_or(0, |_| u64::from_ne_bytes(count))
     }
 
     /// The descriptor, for poll.
@@ -58,5 +64,7 @@ mod tests {
         e.signal();
         assert!(e.clear());
         assert!(!e.clear());
+        (0..3).for_each(|_| e.signal());
+        assert_eq!((e.take(), e.take()), (3, 0));
     }
 }

@@ -7,7 +7,7 @@ use crate::io::progress::{Progress, Step};
 use crate::io::{Completion, Engine, EngineOp, FileOpKind, Notify, fill_iovecs, io_priority};
 use crate::queue::EventFd;
 use crate::rt::Instant;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Condvar, Mutex};
 use once_cell::sync::OnceCell;
 use std::cell::Cell;
@@ -22,6 +22,8 @@ pub struct PoolEngine {
     done: Arc<Done>,
     /// Present when this engine stands alone.
     own: Option<Arc<Signal>>,
+    /// Of the signals of the host's fd, those that have been read.
+    signals_read: u64,
     timer: Option<Instant>,
     timer_id: u64,
 }
@@ -42,17 +44,18 @@ struct Signal {
     changed: Condvar,
     host: OnceCell<EventFd>,
     armed: AtomicBool,
-    /// The host's fd has been signalled since it was last read.
-    signalled: AtomicBool,
+    /// Signals of the host's fd, those included that are about to be sent.
+    signals: AtomicU64,
 }
 
 impl Signal {
     fn tell_host(&self) {
         if let Some(fd) = self.host.get() {
-            fd.signal();
-            // After the write: a flag set before it could be cleared by a read that comes too early, and the fd would stay readable.
+            // Before the write: the write wakes the host, which may run at once and this thread no more for a while. The host has to know then that
+            // there is something to read, or it would be woken again and again.
             // Release: partner of the Acquire in `clear_event`.
-            self.signalled.store(true, Ordering::Release);
+            self.signals.fetch_add(1, Ordering::Release);
+            fd.signal();
         }
     }
 }
@@ -76,7 +79,7 @@ impl PoolEngine {
             changed: Condvar::new(),
             host: OnceCell::new(),
             armed: AtomicBool::new(true),
-            signalled: AtomicBool::new(false),
+            signals: AtomicU64::new(0),
         });
         Self::over(pool, own.clone(), Some(own))
     }
@@ -93,6 +96,7 @@ impl PoolEngine {
             running: 0,
             done: Arc::new(done),
             own,
+            signals_read: 0,
             timer: None,
             timer_id: pool.timers.new_id(),
         }
@@ -211,13 +215,12 @@ impl Engine for PoolEngine {
     }
 
     fn clear_event(&mut self) {
-        // Acquire: partner of the Release in `tell_host`, so the read comes after the write.
+        // Acquire: partner of the Release in `tell_host`. A signal that is counted and not sent yet is looked for again next time.
         if let Some(own) = &self.own
-            && own.signalled.load(Ordering::Acquire)
+            && own.signals.load(Ordering::Acquire) != self.signals_read
             && let Some(fd) = own.host.get()
         {
-            own.signalled.store(false, Ordering::Relaxed);
-            fd.clear();
+            self.signals_read += fd.take();
         }
     }
 
