@@ -71,6 +71,8 @@ def main():
         for depth in map(int, args.depths.split(",")):
             count = 2000
             count = max(2000, int(fio(path, op, depth, count, 1) * args.seconds))
+            # fio makes no more requests than there are blocks.
+            count = min(count, (args.size << 20) // BLOCK)
             rates = {name: [] for name in tools}
             for n in range(args.rounds):
                 order = list(tools) if n % 2 == 0 else list(tools)[::-1]
