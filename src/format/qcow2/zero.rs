@@ -126,7 +126,7 @@ impl Image {
         let Change::Free { punch } = change else {
             return self.write_zeros(writer, cx, req.range, req.class).await;
         };
-        if whole.is_empty() || self.backing_reaches(req.range.offset) {
+        if whole.is_empty() || self.backing().is_some() {
             if req.flags.contains(Flags::NO_FALLBACK) {
                 return Err(IoError::unsupported());
             }
@@ -202,7 +202,7 @@ impl Image {
             let found = self.mapped(cx, rest).await?;
             let is_zero = match found.run {
                 Run::Zero(_) => true,
-                Run::Unallocated => !self.backing_reaches(at),
+                Run::Unallocated => self.backing().is_none(),
                 Run::Data(_) | Run::Compressed(_) => false,
             };
             let len = if is_zero { found.range.len } else { found.range.len.min(ZEROS_MAX) };
@@ -228,7 +228,7 @@ impl Image {
             let table_end = (self.layout.l1_index(at) + 1) << self.layout.l2_span_bits();
             let l1 = self.l1_table(cx).await?;
             let is_empty = l1.word(self.layout.l1_index(at)) == 0;
-            if is_empty && !self.backing_reaches(at) {
+            if is_empty && self.backing().is_none() {
                 // Nothing is mapped, and nothing shows through.
                 at = table_end.min(range.end());
                 continue;
@@ -288,7 +288,7 @@ impl Image {
             let how = How { may_stage: false, follows: false };
             return self.write_entered(writer, cx, window, &req, range, how).await;
         }
-        let Some(new) = self.changed(&old, guest, units, change) else { return Ok(()) };
+        let Some(new) = self.changed(&old, units, change) else { return Ok(()) };
         if new == old {
             return Ok(());
         }
@@ -313,10 +313,11 @@ impl Image {
     }
 
     /// The entry after a change of these units; `None` if it does not concern the cluster.
-    fn changed(&self, old: &L2Entry, guest: u64, units: u32, change: Change) -> Option<L2Entry> {
+    fn changed(&self, old: &L2Entry, units: u32, change: Change) -> Option<L2Entry> {
         let v3 = self.layout.version > 2;
         let whole = units == ALL;
-        let reads_zero = !self.backing_reaches(guest);
+        // Where a backing file ends today says nothing of tomorrow: it may grow while nobody has it open below this image.
+        let reads_zero = self.backing().is_none();
         let nothing = |host: Option<_>, copied| {
             if v3 { L2Entry::zero(host, copied && host.is_some()) } else { L2Entry::UNALLOCATED }
         };
