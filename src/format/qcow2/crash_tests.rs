@@ -202,6 +202,14 @@ struct Setup {
     content: Vec<u8>,
     cluster: u64,
     has_discards: bool,
+    /// Writes of a sector may need old content.
+    can_stage: bool,
+}
+
+/// Clusters that have been staged.
+fn staged(disk: &dyn Node) -> u64 {
+    let node: &super::node::Qcow2Node = disk.as_any().downcast_ref().expect("a qcow2 node");
+    node.image().writer.get().map_or(0, |w| w.counters.staged.load(crate::sync::atomic::Ordering::Relaxed))
 }
 
 fn open(
@@ -263,7 +271,9 @@ impl Setup {
             let len = base.len().min(content.len());
             content[..len].copy_from_slice(&base[..len]);
         }
-        Self { env, start, base, content, cluster: options.cluster_size, has_discards: true }
+        let unit = options.cluster_size / if options.extended_l2 { 32 } else { 1 };
+        let can_stage = base.is_some() && !with_data && unit >= 2048;
+        Self { env, start, base, content, cluster: options.cluster_size, has_discards: true, can_stage }
     }
 
     /// An image that qemu-img and qemu-io have made with these commands; it is `i.q`.
@@ -275,7 +285,8 @@ impl Setup {
             assert!(out.status.success(), "{line}: {}", String::from_utf8_lossy(&out.stderr));
         }
         let image = std::fs::read(dir.path().join("i.q")).expect("an image");
-        Self { env: testing::env(0), start: vec![image], base: None, content, cluster, has_discards: true }
+        let env = testing::env(0);
+        Self { env, start: vec![image], base: None, content, cluster, has_discards: true, can_stage: false }
     }
 
     /// Runs random load; the log of it.
@@ -300,8 +311,9 @@ impl Setup {
         let size = self.content.len() as u64;
         let rng = SplitMix::new(seed);
         let (cluster, has_discards) = (self.cluster, self.has_discards);
+        let theirs = disk.clone();
         testing::block_on(&env, |cx| {
-            let log = log.clone();
+            let (log, disk) = (log.clone(), theirs);
             async move {
                 for _ in 0..steps {
                     step(&cx, &*disk, &log, &rng, size, cluster, has_discards).await;
@@ -310,6 +322,7 @@ impl Setup {
                 log.lock().push(Event::GuestFlushed);
             }
         });
+        assert!(!self.can_stage || steps < 40 || staged(&*disk) > 0, "none of {steps} steps staged anything");
         std::mem::take(&mut *log.lock())
     }
 
@@ -402,9 +415,12 @@ async fn step(
     cluster: u64,
     has_discards: bool,
 ) {
-    let unit = [1, 512, 4096][(rng.next() % 3) as usize];
+    // Half of them short enough to be staged.
+    let is_short = rng.next().is_multiple_of(2);
+    let unit = if is_short { 512 } else { [1, 512, 4096][(rng.next() % 3) as usize] };
     let offset = rng.next() % size / unit * unit;
-    let len = (1 + rng.next() % (3 * cluster).min(size / 2)).next_multiple_of(unit).min(size - offset);
+    let longest = if is_short { cluster / 4 } else { 3 * cluster };
+    let len = (1 + rng.next() % longest.clamp(1, size / 2)).next_multiple_of(unit).min(size - offset);
     let range = ByteRange { offset, len };
     let flags = if rng.next().is_multiple_of(6) { Flags::FUA } else { Flags::empty() };
     let begin = |bytes: Vec<u8>| log.lock().push(Event::GuestWrite(offset, bytes));
@@ -569,14 +585,16 @@ fn with_fault(setup: &Setup, skip: usize, count: u64, errno: &str, what: &str) -
     let disk = open(&graph, vec![fault.clone()], base, "");
     fault.set("enabled", "on").expect("live");
     let rng = SplitMix::new(3);
-    let theirs = fault.clone();
+    let (theirs, whole) = (fault.clone(), disk.clone());
     let (model, failures) = testing::block_on(&env, |cx| async move {
         let mut model = content;
         let mut failures = 0;
         for n in 0..30u64 {
             let size = model.len() as u64;
             let offset = rng.next() % size / 512 * 512;
-            let len = (512 * (1 + rng.next() % 24)).min(size - offset);
+            // Two of three short enough to be staged.
+            let longest = if rng.next().is_multiple_of(3) { 24 } else { 2 };
+            let len = (512 * (1 + rng.next() % longest)).min(size - offset);
             let range = ByteRange { offset, len };
             let place = offset as usize..range.end() as usize;
             let request = || match n % 6 {
@@ -608,6 +626,8 @@ fn with_fault(setup: &Setup, skip: usize, count: u64, errno: &str, what: &str) -
         disk.settle(&cx).await.expect("settled");
         (model, failures)
     });
+    assert!(setup.base.is_none() || staged(&*whole) > 0, "{what}: nothing was staged");
+    drop(whole);
     let hits = fault.get("hits").expect("counted");
     let fired = !hits.contains("\"fired\":0");
     assert!(failures == 0 || fired, "{what}: {hits}");
