@@ -1,5 +1,6 @@
 //! `cobweb storage-daemon` and `cobweb serve` as programs: sockets, QMP, signals, backups under load.
 
+#[allow(dead_code, reason = "shared with tests that use the rest of it")]
 mod support;
 
 use serde_json::{Value, json};

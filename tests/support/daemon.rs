@@ -9,6 +9,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -71,6 +72,19 @@ impl Daemon {
     pub fn signal(&self, signal: i32) {
         // SAFETY: no pointers; the process is our child and has not been waited for.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Kills it, so that it can do nothing more; its directory.
+    pub fn kill(mut self) -> tempfile::TempDir {
+        self.signal(libc::SIGKILL);
+        let status = self.child.wait().expect("wait");
+        assert_eq!(status.signal(), Some(libc::SIGKILL), "it had not ended by itself");
+        std::mem::replace(&mut self.dir, tempfile::tempdir().expect("tempdir"))
     }
 
     /// Waits for the end of a daemon that has been told to end: a success that leaves neither sockets nor the pid file.

@@ -60,6 +60,11 @@ impl Client {
         self.request(1, offset, bytes.len() as u32, bytes);
     }
 
+    /// Writes; false if the server has gone.
+    pub fn try_write(&mut self, offset: u64, bytes: &[u8]) -> bool {
+        self.try_request(1, offset, bytes.len() as u32, bytes).is_ok()
+    }
+
     /// Waits until the server closes the connection.
     pub fn assert_closed(mut self) {
         let mut rest = Vec::new();
@@ -70,6 +75,10 @@ impl Client {
     }
 
     fn request(&mut self, command: u16, offset: u64, len: u32, payload: &[u8]) {
+        self.try_request(command, offset, len, payload).expect("a reply");
+    }
+
+    fn try_request(&mut self, command: u16, offset: u64, len: u32, payload: &[u8]) -> std::io::Result<()> {
         self.cookie += 1;
         let mut header = 0x2560_9513_u32.to_be_bytes().to_vec();
         header.extend([0, 0]);
@@ -78,11 +87,12 @@ impl Client {
         header.extend(offset.to_be_bytes());
         header.extend(len.to_be_bytes());
         header.extend(payload);
-        self.stream.write_all(&header).expect("request");
+        self.stream.write_all(&header)?;
         let mut reply = [0; 16];
-        self.stream.read_exact(&mut reply).expect("reply");
+        self.stream.read_exact(&mut reply)?;
         assert_eq!(reply[..4], 0x6744_6698_u32.to_be_bytes());
         assert_eq!(reply[4..8], [0; 4], "the request failed");
         assert_eq!(reply[8..], self.cookie.to_be_bytes());
+        Ok(())
     }
 }
