@@ -200,6 +200,44 @@ fn a_failed_settling_is_told_to_the_flush_and_loses_nothing() {
 }
 
 #[test]
+fn a_settling_whose_write_fails_is_told_to_the_flush_and_repeated_by_the_next() {
+    let w = World::new(false, "");
+    w.write(0, 4 * K, 1);
+    // The refill has ended; what fails is the write of the cluster.
+    w.file.take_log();
+    w.file.fail(true);
+    let flush = w.start(Request::flush());
+    assert!(matches!(flush.now(), Some(Err(e)) if e.errno == libc::EIO), "{:?}", flush.now());
+    let first = w.file.take_log().into_iter().find(|(op, _)| *op == Op::Write);
+    assert_eq!(first.map(|(_, range)| range.len), Some(CLUSTER), "the cluster itself");
+    assert!(!w.writer().stages.is_empty());
+    assert_eq!(w.read(0, 4 * K), vec![1; 4096], "still staged");
+    w.file.fail(false);
+    w.ends(Request::flush());
+    assert!(w.writer().stages.is_empty());
+    assert_eq!(w.data_writes().len(), 1, "written once more, and once only");
+    assert!(w.read(0, CLUSTER) == World::expected(0..4 * K, 1));
+}
+
+#[test]
+fn closing_settles_each_stage_once() {
+    let w = World::new(false, "");
+    for i in [1, 3, 5] {
+        w.write(i * CLUSTER, 4 * K, 1);
+    }
+    w.file.take_log();
+    for round in 0..2 {
+        let (cx, disk) = (w.cx.clone(), w.disk.clone());
+        let closing = start(&w.cx, async move { disk.settle(&cx).await });
+        w.run();
+        assert_eq!(closing.now(), Some(Ok(())), "round {round}");
+        let written: u64 = w.data_writes().iter().map(|r| r.len).sum();
+        assert_eq!(written, if round == 0 { 3 * CLUSTER } else { 0 });
+    }
+    assert!(w.writer().stages.is_empty() && w.writer().stages.bytes() == 0);
+}
+
+#[test]
 fn zeroes_and_discards_over_a_staged_cluster_take_its_place() {
     let w = World::new(false, ",discard=unmap");
     w.write(0, 4 * K, 1);
