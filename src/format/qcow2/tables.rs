@@ -191,6 +191,11 @@ impl Window {
         self.entry = None;
     }
 
+    /// Whether the clusters have been left.
+    pub(super) fn has_left(&self) -> bool {
+        self.entry.is_none()
+    }
+
     /// The slice of the cluster at `guest`, pinned once more.
     pub(super) fn pin_of(&self, image: &Image, guest: u64) -> Option<Pinned> {
         image.cache.pin_cached(image.cache.key(guest))

@@ -220,6 +220,28 @@ fn a_settling_whose_write_fails_is_told_to_the_flush_and_repeated_by_the_next() 
 }
 
 #[test]
+fn a_write_in_place_that_is_overtaken_by_zeroes_or_a_discard_does_not_bring_the_cluster_back() {
+    for (extended, zeroed) in [(false, true), (false, false), (true, true), (true, false)] {
+        let w = World::new(extended, ",discard=unmap");
+        // In the file the second cluster lies before the first, so a write over the border of both takes the slow path.
+        w.write(CLUSTER, CLUSTER, 0xaa);
+        w.write(0, CLUSTER, 0xaa);
+        w.ends(Request::flush());
+        w.file.close();
+        let late = w.start(World::fill(CLUSTER - 4 * K, 8 * K, 0xbb));
+        assert_eq!(late.now(), None, "its data is on the way");
+        let range = ByteRange { offset: 0, len: if extended && zeroed { CLUSTER / 2 } else { CLUSTER } };
+        w.ends(if zeroed { Request::write_zeroes(range, Flags::MAY_UNMAP) } else { Request::discard(range) });
+        w.file.open();
+        w.run();
+        assert_eq!(late.now(), Some(Ok(())));
+        let seen = w.read(0, CLUSTER / 2);
+        assert!(seen.iter().all(|b| *b == 0), "sub-clusters {extended}, zeroes {zeroed}: old data is back");
+        w.ends(Request::flush());
+    }
+}
+
+#[test]
 fn closing_settles_each_stage_once() {
     let w = World::new(false, "");
     for i in [1, 3, 5] {
